@@ -1,0 +1,46 @@
+# Everything runs in a virtual environment in the tree, made on first use. PYTHON may name another Python 3.11+.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+PROTOS := $(wildcard proto/gpuwire/pb/*.proto)
+
+.PHONY: help demo test check golden proto migration
+
+help:
+	@echo "make demo       three CVMs, a proxy and an aggregator on this machine; Ctrl-C ends them"
+	@echo "make test       all tests (PYTEST_ARGS=... passes arguments on)"
+	@echo "make check      formatter, linter, type checker"
+	@echo "make golden     rewrite generated docs and golden files; the diff is the review"
+	@echo "make proto      regenerate the stubs from proto/"
+	@echo "make migration  draft a migration from the tables (NAME=what_it_does)"
+
+$(READY): pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed, this is " + sys.version.split()[0] + "; set PYTHON=...") if sys.version_info < (3, 11) else 0'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[all,test]'
+	touch $@
+
+demo: $(READY)
+	@$(BIN)/python -m demo
+
+test: $(READY)
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+check: $(READY)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+golden: $(READY)
+	$(BIN)/python -m tests.golden
+
+proto: $(READY)
+	$(BIN)/python -m grpc_tools.protoc -Iproto --python_out=. --pyi_out=. $(PROTOS)
+	@echo "fingerprint: $$($(BIN)/python -m gpuwire.fingerprint)"
+
+migration: $(READY)
+	@test -n "$(NAME)" || { echo "usage: make migration NAME=what_it_does"; exit 2; }
+	@mkdir -p build && rm -f build/migration.db
+	$(BIN)/alembic upgrade head
+	$(BIN)/alembic revision --autogenerate -m "$(NAME)" --rev-id "$$(printf %04d $$(ls migrations/versions/[0-9]*.py | wc -l | xargs expr 1 +))"

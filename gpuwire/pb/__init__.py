@@ -1,0 +1,1 @@
+"""Stubs generated from proto/ by `make proto`; a test regenerates and compares them."""

@@ -1,0 +1,290 @@
+"""How each service starts, is configured, serves, logs and stops: the same in all three programs."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import logging
+import signal
+import sys
+import time
+import tomllib
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+import sdnotify
+from aiohttp import web
+
+from gpuwire.address import Address, TcpAddress, parse_address
+from gpuwire.errors import Malformed, StartError, TelemetryError, TooLarge
+from gpuwire.prpc import MAX_REQUEST_BYTES, Call, Reply, refuse, wants_json
+from gpuwire.schema import Policy, Unversioned
+from gpuwire.transport import listen_socket, remove_socket
+
+log = logging.getLogger(__name__)
+
+SHUTDOWN_TIMEOUT_S = 2.0
+Handler = Callable[[Call], Awaitable[Reply]]
+T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., None])
+
+
+# The command line
+
+
+class AddressParam(click.ParamType):  # type: ignore[type-arg]  # generic only since click 8.5
+    name = "ADDR"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if not isinstance(value, str):
+            return value
+        try:
+            return parse_address(value)
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+
+
+class SecondsParam(click.ParamType):  # type: ignore[type-arg]
+    """A duration above 0, fractions allowed."""
+
+    name = "SECONDS"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        try:
+            seconds = float(value)
+        except (TypeError, ValueError):
+            seconds = -1.0
+        if not 0 < seconds < 1e9 or isinstance(value, bool):
+            self.fail(f"{value!r} is not a number of seconds above 0", param, ctx)
+        return seconds
+
+
+ADDRESS = AddressParam()
+SECONDS = SecondsParam()
+
+
+def loopback_only(ctx: click.Context, param: click.Parameter, value: Any) -> Any:
+    """Refuses a TCP address to listen on that others than this machine can reach."""
+    for address in value if isinstance(value, tuple) else (value,):
+        if isinstance(address, TcpAddress) and not _is_loopback(address.host):
+            raise click.BadParameter(f"{address}: only unix:, vsock: and loopback addresses can be listened on", ctx, param)
+    return value
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def schema_options(*, unversioned: Unversioned) -> Callable[[F], F]:
+    """--schema-policy and --unversioned, the latter with this default; the command gets Policy and Unversioned."""
+
+    def declare(function: F) -> F:
+        function = click.option(
+            "--unversioned",
+            type=click.Choice([u.value for u in Unversioned]),
+            default=unversioned.value,
+            show_default=True,
+            callback=lambda _ctx, _param, value: Unversioned(value),
+            help="Guests that name no version; every dstack guest is one: there, allow is what you want.",
+        )(function)
+        return click.option(
+            "--schema-policy",
+            type=click.Choice([p.value for p in Policy]),
+            default=Policy.LOCKSTEP.value,
+            show_default=True,
+            callback=lambda _ctx, _param, value: Policy(value),
+            help="Which guest API versions pass: only our own, older and newer ones too, or all unchecked.",
+        )(function)
+
+    return declare
+
+
+def command(group: click.Group, name: str, *, env: str) -> Callable[[Callable[..., None]], click.Command]:
+    """Declares `name` in `group` with `--config FILE` and `--log-level`; environment variables are `env`_FLAG."""
+
+    def declare(function: Callable[..., None]) -> click.Command:
+        result = group.command(name, context_settings={"auto_envvar_prefix": env, "max_content_width": 110})(function)
+        result.params += [
+            click.Option(
+                ["--config"],
+                type=click.Path(exists=True, dir_okay=False, path_type=Path),
+                is_eager=True,
+                expose_value=False,
+                callback=_load_config,
+                help="TOML file with a key for each flag ('-' becomes '_'); environment and flags win over it.",
+            ),
+            click.Option(
+                ["--log-level"],
+                type=click.Choice(["debug", "info", "warning", "error"]),
+                default="info",
+                show_default=True,
+                expose_value=False,
+                callback=lambda _ctx, _param, value: configure_logging(value),
+                help="Least severe log lines to write to stderr.",
+            ),
+        ]
+        return result
+
+    return declare
+
+
+def _load_config(ctx: click.Context, param: click.Parameter, path: Path | None) -> None:
+    if path is None:
+        return
+    try:
+        values = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise click.BadParameter(f"{path}: {error}", ctx, param) from None
+    known = {p.name: p for p in ctx.command.params if p is not param}
+    for key, value in values.items():
+        if key not in known:
+            raise click.BadParameter(f"{path}: unknown key {key!r}; known are {', '.join(sorted(map(str, known)))}", ctx, param)
+        kinds, words = _toml_kinds(known[key].type)
+        many = bool(getattr(known[key], "multiple", False))
+        items = value if many and isinstance(value, list) else [value]
+        if isinstance(value, list) != many or not all(type(item) in kinds for item in items):
+            raise click.BadParameter(
+                f"{path}: key {key!r} takes {'a list of ' if many else ''}{words}, not {value!r}", ctx, param
+            )
+    ctx.default_map = values
+
+
+def _toml_kinds(kind: click.ParamType) -> tuple[tuple[type, ...], str]:  # type: ignore[type-arg]
+    """What a flag's value is in TOML. Checked before click sees it, which takes 1.5 for 1 and any object for an address."""
+    match kind:
+        case click.types.BoolParamType():
+            return (bool,), "true or false"
+        case click.types.IntParamType():
+            return (int,), "a whole number"
+        case SecondsParam():
+            return (int, float), "a number of seconds"
+    return (str,), "text"
+
+
+def run_cli(cli: click.Group) -> None:
+    """Runs a program's command line. Every user error is one line on stderr and exit status 2."""
+    try:
+        sys.exit(cli.main(standalone_mode=False))
+    except click.exceptions.NoArgsIsHelpError as error:
+        click.echo(error.format_message())
+        sys.exit(2)
+    except (click.ClickException, StartError) as error:
+        text = error.format_message() if isinstance(error, click.ClickException) else str(error)
+        click.echo("error: " + " ".join(text.split()), err=True)
+        sys.exit(2)
+    except click.Abort:
+        sys.exit(130)
+
+
+# Logging
+
+
+def configure_logging(level: str) -> None:
+    """Lines such as `2026-11-30T14:00:00.123Z info poller: poll failed: vm=... outcome=...` on stderr, in UTC."""
+    formatter = logging.Formatter("%(asctime)s.%(msecs)03dZ %(levelname)s %(name)s: %(message)s", "%Y-%m-%dT%H:%M:%S")
+    formatter.converter = time.gmtime
+    handler = logging.StreamHandler()
+    handler.setFormatter(formatter)
+    for number, name in ((10, "debug"), (20, "info"), (30, "warning"), (40, "error"), (50, "critical")):
+        logging.addLevelName(number, name)
+    logging.basicConfig(level=getattr(logging, level.upper()), handlers=[handler], force=True)
+
+
+# Running and serving
+
+
+def run(service: Callable[[asyncio.Event], Coroutine[Any, Any, T]]) -> T:
+    """What `service` returns. SIGINT and SIGTERM set the event that it is given, a second one ends it at once."""
+    try:
+        return asyncio.run(_with_signals(service))
+    except asyncio.CancelledError:
+        raise click.Abort from None
+
+
+async def _with_signals(service: Callable[[asyncio.Event], Coroutine[Any, Any, T]]) -> T:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    task = asyncio.current_task()
+    assert task is not None
+
+    def on_signal() -> None:
+        if stop.is_set():
+            task.cancel()
+        stop.set()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, on_signal)
+    return await service(stop)
+
+
+async def serve_until(stop: asyncio.Event, ready: str) -> None:
+    """Tells systemd and the log that the service is up, waits for `stop`, tells that it stops."""
+    notifier = sdnotify.SystemdNotifier()
+    notifier.notify("READY=1")
+    log.info("started: %s", ready)
+    await stop.wait()
+    notifier.notify("STOPPING=1")
+    log.info("stopping")
+
+
+@asynccontextmanager
+async def http_server(app: web.Application, address: Address) -> AsyncIterator[None]:
+    """Serves `app` on `address` within the context. Raises StartError when it cannot be listened on."""
+    sock = listen_socket(address)
+    # A reply is never cut off by the caller's going away: work that others wait for may be going on behind it.
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=SHUTDOWN_TIMEOUT_S)
+    await runner.setup()
+    # aiohttp's SockSite raises TypeError on AF_VSOCK; the loop takes any stream socket.
+    assert runner.server is not None
+    server = await asyncio.get_running_loop().create_server(runner.server, sock=sock)
+    try:
+        yield
+    finally:
+        remove_socket(address)  # while it is surely ours: once closed, the next process may have put its own there
+        server.close()
+        await runner.cleanup()
+
+
+def new_app() -> web.Application:
+    return web.Application(client_max_size=MAX_REQUEST_BYTES)
+
+
+def add_prpc(app: web.Application, mount: str, handler: Handler) -> None:
+    """Serves pRPC under `mount`/<Method>. A TelemetryError from `handler` is the error reply; any other is a 500, logged."""
+
+    async def serve(request: web.Request) -> web.Response:
+        reply = await _answer(request, handler)
+        return web.Response(status=reply.status, body=reply.body, headers={**reply.headers, "Content-Type": reply.content_type})
+
+    app.router.add_route("*", mount + "/{method}", serve)
+
+
+async def _answer(request: web.Request, handler: Handler) -> Reply:
+    method = request.match_info["method"]
+    json = wants_json(request.method, request.query, request.headers.get("Content-Type", ""))
+    try:
+        if request.method not in ("GET", "POST"):
+            raise Malformed(f"{request.method} {method}: call with GET or POST")
+        body = await _read_body(request)
+        return await handler(Call(method, request.method == "GET", json, request.query, body))
+    except web.HTTPRequestEntityTooLarge:
+        return refuse(json, TooLarge.status, str(TooLarge(f"{method}: at most {MAX_REQUEST_BYTES} bytes")))
+    except TelemetryError as error:
+        return refuse(json, error.status, str(error))
+    except Exception:
+        log.exception("call failed: method=%s", method)
+        return refuse(json, 500, "internal: a fault of this service, its log says more")
+
+
+async def _read_body(request: web.Request) -> bytes:
+    try:
+        return await request.read()
+    except (ConnectionError, web.RequestPayloadError) as error:
+        # A caller that went away or sent rubbish: no fault of this service, so no traceback in its log.
+        raise Malformed(f"the body cannot be read: {' '.join(str(error).split())}") from None

@@ -1,0 +1,154 @@
+"""From an address to a socket: listening, connecting, and what goes wrong there. Nothing here knows HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import socket
+import ssl
+import stat
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import TypeVar
+
+from gpuwire.address import Address, HybridAddress, TcpAddress, UnixAddress, UrlAddress, VsockAddress
+from gpuwire.errors import StartError, Unreachable
+
+P = TypeVar("P", bound=asyncio.BaseProtocol)
+
+BACKLOG = 128
+VSOCK_CONNECT_TIMEOUT_S = 2.0  # the kernel's own default for a guest that is not up
+
+
+def listen_socket(address: Address) -> socket.socket:
+    """A bound, listening, non-blocking socket.
+
+    A dead Unix socket file is replaced; a live one, a file of another kind, a busy port and a forbidden one are refused.
+    Raises StartError.
+    """
+    try:
+        match address:
+            case UnixAddress(path):
+                _remove_dead_socket(Path(path))
+                sock = _bound(socket.AF_UNIX, path)
+            case TcpAddress(host, port):
+                family, _, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+                sock = _bound(family, target)
+            case VsockAddress(cid, port):
+                sock = _bound(socket.AF_VSOCK, (cid, port))
+            case HybridAddress() | UrlAddress():
+                raise StartError(f"cannot listen on {address}: only unix:, vsock: and tcp: addresses can be listened on")
+    except OSError as error:
+        raise StartError(f"cannot listen on {address}: {reason(error)}") from None
+    sock.setblocking(False)
+    return sock
+
+
+def _bound(family: int, target: object) -> socket.socket:
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        if family in (socket.AF_INET, socket.AF_INET6):
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(target)  # type: ignore[arg-type]
+        sock.listen(BACKLOG)
+    except OSError:
+        sock.close()
+        raise
+    return sock
+
+
+def _remove_dead_socket(path: Path) -> None:
+    try:
+        mode = path.lstat().st_mode
+    except FileNotFoundError:
+        return
+    if not stat.S_ISSOCK(mode):
+        raise StartError(f"cannot listen on unix:{path}: a file that is no socket is in the way")
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.settimeout(1)
+        try:
+            probe.connect(str(path))
+        except ConnectionRefusedError:
+            path.unlink()
+            return
+        except (BlockingIOError, TimeoutError):
+            pass  # its queue is full: it lives, too busy to accept
+    raise StartError(f"cannot listen on unix:{path}: the socket is in use by a running process")
+
+
+def remove_socket(address: Address) -> None:
+    """Undoes what listening on a Unix address left in the file system."""
+    if isinstance(address, UnixAddress):
+        with suppress(OSError):
+            Path(address.path).unlink()
+
+
+async def connect(address: Address, protocol: Callable[[], P], *, tls: ssl.SSLContext | None = None) -> P:
+    """A connected protocol; raises Unreachable. The time limit is the caller's."""
+    loop = asyncio.get_running_loop()
+    try:
+        match address:
+            case UnixAddress(path):
+                return (await loop.create_unix_connection(protocol, path))[1]
+            case TcpAddress(host, port):
+                return (await loop.create_connection(protocol, host, port))[1]
+            case UrlAddress(scheme, host, port):
+                context = (tls or ssl.create_default_context()) if scheme == "https" else None
+                return (await loop.create_connection(protocol, host, port, ssl=context))[1]
+            case VsockAddress(cid, port):
+                sock = await _vsock_stream(cid, port)
+            case HybridAddress(path, port):
+                sock = await _hybrid_stream(path, port)
+        return (await loop.create_connection(protocol, sock=sock))[1]
+    except OSError as error:
+        raise Unreachable(f"{address}: {reason(error)}") from None
+
+
+async def _vsock_stream(cid: int, port: int) -> socket.socket:
+    sock = socket.socket(socket.AF_VSOCK, socket.SOCK_STREAM)
+    try:
+        sock.setblocking(False)
+        async with asyncio.timeout(VSOCK_CONNECT_TIMEOUT_S):
+            await asyncio.get_running_loop().sock_connect(sock, (cid, port))
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+async def _hybrid_stream(path: str, port: int) -> socket.socket:
+    loop = asyncio.get_running_loop()
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        sock.setblocking(False)
+        await loop.sock_connect(sock, path)
+        await loop.sock_sendall(sock, f"CONNECT {port}\n".encode())  # one write: Firecracker drops a line in pieces
+        line = b""
+        while not line.endswith(b"\n"):
+            # One byte at a time: what follows the line belongs to the stream.
+            byte = await loop.sock_recv(sock, 1)
+            if not byte or len(line) > 32:
+                raise ConnectionRefusedError(errno.ECONNREFUSED, f"the VMM refused vsock port {port}")
+            line += byte
+        if not line.startswith(b"OK "):
+            raise ConnectionRefusedError(errno.ECONNREFUSED, f"the VMM answered {line!r}")
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+def reason(error: OSError) -> str:
+    """A short text for people; vsock's own meanings are spelled out."""
+    match error.errno:
+        case errno.ENODEV:
+            return "no VM has this CID"
+        case errno.ECONNRESET:
+            return "connection reset, or nothing listens on this vsock port"
+        case errno.EADDRINUSE:
+            return "address already in use"
+    if isinstance(error, TimeoutError):
+        return "connection timed out"
+    return error.strerror or os.strerror(error.errno or 0) if error.errno else str(error)

@@ -1,0 +1,1 @@
+"""Tests: the same rooms, seen from outside."""
