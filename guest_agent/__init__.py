@@ -1,0 +1,1 @@
+"""The agent inside each confidential VM."""
