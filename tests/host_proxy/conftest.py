@@ -1,0 +1,99 @@
+"""A proxy in front of two fake guests, called over its Unix socket."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from gpuwire import service
+from gpuwire.address import UnixAddress
+from gpuwire.http_client import HttpClient
+from gpuwire.schema import Policy, Unversioned
+from host_proxy.app import vmm_socket
+from host_proxy.passthrough import GUEST_METHODS, PassThrough
+from host_proxy.vms import VmsFile
+from tests.fakes.guest import FakeGuest
+
+VMS = """
+[[vm]]
+id = "vm-1"
+name = "training"
+app_id = "a1b2"
+instance_id = "c3d4"
+guest = "unix:{folder}/guest-1.sock"
+gpus = ["19:00.0", "3b:00.0"]
+
+[[vm]]
+id = "vm-2"
+name = "serving"
+guest = "unix:{folder}/guest-2.sock"
+
+[[vm]]
+id = "vm-away"
+guest = "unix:{folder}/nobody.sock"
+"""
+
+
+@dataclass(frozen=True)
+class Rules:
+    policy: Policy = Policy.LOCKSTEP
+    unversioned: Unversioned = Unversioned.DENY
+    methods: frozenset[str] = frozenset(GUEST_METHODS) - {"Shutdown"}
+    timeout_s: float = 5
+    max_reply: int = 1_000_000
+
+
+@dataclass
+class Proxy:
+    """`guests` by VM id; `folder` holds vms.toml and the sockets."""
+
+    folder: Path
+    session: aiohttp.ClientSession
+    stack: AsyncExitStack
+    guests: dict[str, FakeGuest] = field(default_factory=dict)
+
+    async def start(self, **rules: object) -> None:
+        r = replace(Rules(), **rules)  # type: ignore[arg-type]
+        client = HttpClient(max_reply=r.max_reply)
+        self.stack.push_async_callback(client.close)
+        vms = VmsFile(self.folder / "vms.toml")
+        relay = PassThrough(
+            client,
+            vms.current,
+            policy=r.policy,
+            unversioned=r.unversioned,
+            methods=r.methods,
+            timeout_s=r.timeout_s,
+        )
+        await self.stack.enter_async_context(
+            service.http_server(vmm_socket(relay, vms.current), UnixAddress(str(self.folder / "vmm.sock")))
+        )
+
+    async def call(
+        self, target: str, body: bytes | None = None, *, http_method: str = "POST", content_type: str | None = None
+    ) -> tuple[int, bytes, dict[str, str]]:
+        """Status, body and headers of the reply."""
+        headers = {"Content-Type": content_type} if content_type else {}
+        async with self.session.request(
+            http_method, f"http://proxy{target}", data=body, headers=headers, skip_auto_headers={"Content-Type"}
+        ) as reply:
+            return reply.status, await reply.read(), dict(reply.headers)
+
+
+@pytest.fixture
+async def proxy(short_dir: Path) -> AsyncIterator[Proxy]:
+    """Not yet started: the test says by which rules."""
+    (short_dir / "vms.toml").write_text(VMS.format(folder=short_dir))
+    async with AsyncExitStack() as stack:
+        connector = aiohttp.UnixConnector(str(short_dir / "vmm.sock"))
+        session = await stack.enter_async_context(aiohttp.ClientSession(connector=connector))
+        result = Proxy(short_dir, session, stack)
+        for number in (1, 2):
+            guest = FakeGuest(body=f"guest {number}".encode())
+            result.guests[f"vm-{number}"] = await stack.enter_async_context(guest.serving(short_dir / f"guest-{number}.sock"))
+        yield result

@@ -1,0 +1,57 @@
+"""The proxy's command line: a wrong value is one line that names it, exit status 2, and nothing half-started."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.processes import run_program, running
+
+
+@pytest.mark.parametrize(
+    ("listen", "vms", "more", "error"),
+    [
+        ("nonsense", "", [], "'nonsense' is not an address"),
+        ("unix:{folder}/" + "x" * 120 + ".sock", "", [], "at most 107 fit"),
+        ("0.0.0.0:8000", "", [], "0.0.0.0:8000: only unix:, vsock: and loopback addresses"),
+        ("http://127.0.0.1:1", "", [], "cannot listen on http://127.0.0.1:1"),
+        ("unix:{folder}/file", "", [], "a file that is no socket is in the way"),
+        ("unix:{folder}/p.sock", "[[vm]]", [], "vms.toml: [[vm]] number 1: id is missing"),
+        ("unix:{folder}/p.sock", "", ["--vms", "/no/such.toml"], "'/no/such.toml' does not exist"),
+        ("unix:{folder}/p.sock", "", ["--methods", "Info,Nonsense"], "'Nonsense' is no guest method; known are Info"),
+        ("unix:{folder}/p.sock", "", ["--schema-policy", "strict"], "'strict' is not one of 'lockstep', 'forward', 'off'"),
+        ("unix:{folder}/p.sock", "", ["--guest-timeout", "0"], "'0' is not a number of seconds above 0"),
+    ],
+)
+def test_a_wrong_setting_is_one_line_and_exit_2(short_dir: Path, listen: str, vms: str, more: list[str], error: str) -> None:
+    (short_dir / "vms.toml").write_text(vms)
+    (short_dir / "file").write_text("mine")
+    result = run_program(
+        "gpu-host-proxy", "serve", "--listen", listen.format(folder=short_dir), "--vms", f"{short_dir}/vms.toml", *more
+    )
+
+    assert (result.returncode, result.stdout) == (2, "")
+    assert error in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+    assert (short_dir / "file").read_text() == "mine"
+    assert not (short_dir / "p.sock").exists()
+
+
+def test_a_second_proxy_on_one_socket_is_refused_and_the_first_goes_on(short_dir: Path) -> None:
+    (short_dir / "vms.toml").write_text("")
+    flags = ["--listen", f"unix:{short_dir}/p.sock", "--vms", f"{short_dir}/vms.toml"]
+    with running("gpu-host-proxy", flags, short_dir / "log"):
+        second = run_program("gpu-host-proxy", "serve", *flags)
+        assert second.returncode == 2
+        assert "in use by a running process" in second.stderr
+        assert (short_dir / "p.sock").exists()
+    assert not (short_dir / "p.sock").exists()
+
+
+def test_settings_come_from_a_file_too(short_dir: Path) -> None:
+    (short_dir / "vms.toml").write_text("")
+    config = short_dir / "proxy.toml"
+    config.write_text(f'listen = ["unix:{short_dir}/p.sock"]\nvms = "{short_dir}/vms.toml"\nguest_timeout = 3\n')
+    with running("gpu-host-proxy", ["--config", str(config)], short_dir / "log"):
+        assert (short_dir / "p.sock").exists()
