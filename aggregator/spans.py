@@ -1,0 +1,97 @@
+"""What goes on and what is new: stays of a card in a place, stretches of equal outcome of a CVM. Pure; the store keeps them.
+
+Both are spans: they begin at one instant and reach to the last that confirmed them. A span goes on while its like is reported
+and nothing else was reported since; an instant that a span of its like already covers belongs to that span, so that a batch
+that is written twice, a late row and a clock that steps back open nothing twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from gpuwire.placement import HostAddress
+
+# Where two sources disagree the surer wins. Single is certain, but the exact sources are asked first.
+_SUREST_LAST = ("order", "topology", "single", "qmp", "declared")
+
+
+@dataclass(slots=True)
+class Span:
+    """`first_ms` and `last_ms` are both within."""
+
+    span_id: int
+    first_ms: int
+    last_ms: int
+
+
+@dataclass(slots=True)
+class Stay(Span):
+    """A card in a place: one row of tenancy."""
+
+    cvm_id: int
+    bdf: str | None
+    pci_bus_id: str | None
+    host_bdf: str | None
+    host_bdf_source: str | None
+
+    def goes_on(self, cvm_id: int, bdf: str | None, host: HostAddress | None) -> bool:
+        """Whether a card reported so is still in this place. A host address that is unknown, less sure or more sure than the
+        known one is no other place; another one as sure as the known one is."""
+        return (
+            self.cvm_id == cvm_id
+            and self.bdf == bdf
+            and (
+                host is None
+                or self.host_bdf is None
+                or self.host_bdf == str(host.bdf)
+                or _sureness(host.source) != _sureness(self.host_bdf_source)
+            )
+        )
+
+    def learn(self, pci_bus_id: str | None, host: HostAddress | None) -> None:
+        """Takes over what is better known now."""
+        self.pci_bus_id = pci_bus_id or self.pci_bus_id
+        if host is not None and _sureness(host.source) > _sureness(self.host_bdf_source):
+            self.host_bdf, self.host_bdf_source = str(host.bdf), host.source
+
+
+@dataclass(slots=True)
+class Stretch(Span):
+    """Polls of one CVM that were all alike: one row of cvm_state. `likeness` is what ends it by changing."""
+
+    likeness: tuple[str, str | None, bool | None, bool | None]
+    detail: str | None
+
+
+S = TypeVar("S", bound=Span)
+
+
+@dataclass(slots=True)
+class Track(Generic[S]):
+    """The span of a card or CVM that was reported last, and how far any span of its owner reaches."""
+
+    current: S | None = None
+    reached_ms: int = 0
+
+    def follow(self, at_ms: int, goes_on: Callable[[S], bool]) -> S | None:
+        """The current span where it goes on at `at_ms` for certain; else None. When the past is touched (`is_past`), the
+        caller then has to look at what is stored before it opens a new one."""
+        span = self.current
+        if span is None or not goes_on(span):
+            return None
+        return span if span.first_ms <= at_ms <= span.last_ms or not self.is_past(at_ms) else None
+
+    def is_past(self, at_ms: int) -> bool:
+        return at_ms <= self.reached_ms
+
+    def confirm(self, span: S, until_ms: int) -> None:
+        """`span` was reported at `until_ms`: it is the current one now and reaches there."""
+        span.last_ms = max(span.last_ms, until_ms)
+        self.current = span
+        self.reached_ms = max(self.reached_ms, span.last_ms)
+
+
+def _sureness(source: str | None) -> int:
+    return _SUREST_LAST.index(source) if source in _SUREST_LAST else -1

@@ -1,0 +1,96 @@
+"""The views that users query, as they are now, for both databases. Names, columns and their order are a promise
+(interfaces.md, "SQL names"): they gain columns, they never lose or move one.
+
+A migration carries its own copy of the text, so that history stays as it was written; a test compares the migrated views with
+these.
+"""
+
+from __future__ import annotations
+
+from gpuwire.device import GAUGES
+
+DIALECTS = ("sqlite", "postgresql")
+
+# Integers only on SQLite: fractions of a second would be rounded there, differently from version to version.
+_TIMESTAMP = {
+    "sqlite": "strftime('%Y-%m-%dT%H:%M:%S', {ms} / 1000, 'unixepoch') || printf('.%03dZ', {ms} % 1000)",
+    "postgresql": "to_timestamp(CAST({ms} AS double precision) / 1000)",
+}
+_NOW_MS = {
+    "sqlite": "CAST(strftime('%s', 'now') AS INTEGER) * 1000",
+    "postgresql": "CAST(extract(epoch FROM now()) * 1000 AS bigint)",
+}
+# 120: what `serve --stale-after` takes when nothing is said, for a database that only `poll` has written to.
+_STALE_AFTER_MS = (
+    "1000 * coalesce((SELECT CAST(value AS double precision) FROM setting WHERE setting.name = 'stale_after_s'), 120)"
+)
+_CVM = ("vmm", "vm_id", "vm_name", "app_id", "instance_id")
+_PLACE = ("bdf", "host_bdf", "host_bdf_source")
+
+
+def view_queries(dialect: str) -> dict[str, str]:
+    """The SELECT behind each view, by the view's name. `dialect` is one of DIALECTS."""
+
+    def timestamp(column: str, name: str) -> str:
+        return f"{_TIMESTAMP[dialect].format(ms=column)} AS {name}"
+
+    sample_columns = (
+        *(f"cvm.{name}" for name in _CVM),
+        "gpu.uuid",
+        "s.gpu_index",
+        "tenancy.pci_bus_id",
+        *(f"tenancy.{name}" for name in _PLACE),
+        timestamp("s.sampled_at_ms", "sampled_at"),
+        "s.sampled_at_ms",
+        "s.polled_at_ms",
+        *(f"s.{gauge.name}" for gauge in GAUGES),
+        "s.query_errors",
+    )
+    sample_joins = (
+        "JOIN tenancy ON tenancy.tenancy_id = s.tenancy_id",
+        "JOIN cvm ON cvm.cvm_id = tenancy.cvm_id",
+        "JOIN gpu ON gpu.gpu_id = s.gpu_id",
+    )
+    # Detached and contested cards will be told apart ahead of the silent ones.
+    now = _NOW_MS[dialect]
+    state = f"""CASE
+    WHEN cvm_state.state_id IS NULL OR cvm_state.outcome NOT IN ('ok', 'contested') THEN 'silent'
+    WHEN {now} - cvm_state.until_ms > {_STALE_AFTER_MS} THEN 'silent'
+    WHEN {now} - s.sampled_at_ms > {_STALE_AFTER_MS} THEN 'stale'
+    ELSE 'ok'
+  END AS state"""
+    return {
+        "v_gpu_samples": _select(sample_columns, "gpu_sample AS s", *sample_joins),
+        "v_gpu_latest": _select(
+            (*sample_columns, "gpu.model", "cvm_state.cc_enabled", "cvm_state.cc_ready", state),
+            "gpu_latest AS s",
+            *sample_joins,
+            "LEFT JOIN cvm_state ON cvm_state.state_id = cvm.state_id",
+        ),
+        "v_gpu_tenancy": _select(
+            (
+                "gpu.uuid",
+                *(f"cvm.{name}" for name in _CVM),
+                *(f"tenancy.{name}" for name in _PLACE),
+                timestamp("tenancy.first_seen_ms", "first_seen"),
+                timestamp("tenancy.last_seen_ms", "last_seen"),
+            ),
+            "tenancy",
+            "JOIN cvm ON cvm.cvm_id = tenancy.cvm_id",
+            "JOIN gpu ON gpu.gpu_id = tenancy.gpu_id",
+        ),
+        "v_cvm_state": _select(
+            (
+                *(f"cvm.{name}" for name in ("vmm", "vm_id", "vm_name")),
+                *(f"cvm_state.{name}" for name in ("outcome", "detail", "schema_status", "cc_enabled", "cc_ready")),
+                timestamp("cvm_state.since_ms", "since"),
+                timestamp("cvm_state.until_ms", "until"),
+            ),
+            "cvm_state",
+            "JOIN cvm ON cvm.cvm_id = cvm_state.cvm_id",
+        ),
+    }
+
+
+def _select(columns: tuple[str, ...], *sources: str) -> str:
+    return "SELECT\n  " + ",\n  ".join(columns) + "\nFROM " + "\n".join(sources)

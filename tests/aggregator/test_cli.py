@@ -1,0 +1,104 @@
+"""The aggregator's command line: a wrong value is one line that names it, exit status 2, and nothing half-started."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from gpuwire.device import GpuDevice, GpuSnapshot
+from tests.fakes.vmm import FakeVmm, Guest, body_of, running_vm
+from tests.processes import program, run_program
+
+ANY_VMM = ["--vmm", "unix:/run/nobody.sock"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ([], "Missing option '--vmm'"),
+        (["--vmm", "nonsense"], "'nonsense' is not an address"),
+        (["--vmm", "a=h:1", "--vmm", "a=h:2"], "the name 'a' is used twice"),
+        (
+            [*ANY_VMM, "--db", "mysql://x:secret@h/y"],
+            "database URL 'mysql://x:***@h/y' names no database we know; allowed: sqlite",
+        ),
+        ([*ANY_VMM, "--db", "nonsense"], "database URL 'nonsense' cannot be read"),
+        ([*ANY_VMM, "--db", "sqlite:////no/such/folder/h.db"], "/no/such/folder/h.db: unable to open database file"),
+        ([*ANY_VMM, "--db", "postgresql://u:secret@127.0.0.1:1/d"], "postgresql://u:***@127.0.0.1:1/d"),
+        ([*ANY_VMM, "--interval", "-1"], "'-1' is not a number of seconds above 0"),
+        ([*ANY_VMM, "--interval", "60", "--stale-after", "69"], "at least the interval + 10 s = 70"),
+        ([*ANY_VMM, "--listen", "0.0.0.0:8080"], "0.0.0.0:8080: only unix:, vsock: and loopback addresses"),
+        ([*ANY_VMM, "--concurrency", "0"], "0 is not in the range x>=1"),
+    ],
+)
+def test_a_wrong_setting_is_one_line_and_exit_2(tmp_path: Path, arguments: list[str], error: str) -> None:
+    if "--db" not in arguments:
+        arguments = [*arguments, "--db", f"sqlite:///{tmp_path}/h.db"]
+    result = run_program("gpu-aggregator", "serve", *arguments)
+
+    assert (result.returncode, result.stdout) == (2, "")
+    assert error in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+    assert "secret" not in result.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+async def run_poll(*arguments: str) -> tuple[int | None, str, str]:
+    process = await asyncio.create_subprocess_exec(
+        program("gpu-aggregator"), "poll", *arguments, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+    )
+    out, err = await process.communicate()
+    return process.returncode, out.decode(), err.decode()
+
+
+async def test_poll_prints_a_line_a_cvm_and_exits_0_when_all_answered(short_dir: Path, database_url: str) -> None:
+    body = body_of(GpuSnapshot(gpus=(GpuDevice(index=0, uuid="GPU-1"),), sample_age_ms=1))
+    guests = [
+        Guest(running_vm("vm-1"), lambda: body),
+        Guest(running_vm("vm-2")),
+        Guest(running_vm("vm-3"), lambda: body_of(GpuSnapshot(error="NVIDIA driver is not loaded"))),
+    ]
+    async with FakeVmm(guests).serving(short_dir / "vmm.sock"):
+        status, out, err = await run_poll("--db", database_url, "--vmm", f"host-1=unix:{short_dir}/vmm.sock")
+
+    assert (status, [line for line in err.splitlines() if "upgraded" not in line]) == (0, [])
+    assert [re.split(r"\s{2,}", line) for line in out.splitlines()] == [
+        ["VMM", "VM", "NAME", "OUTCOME", "GPUS", "DETAIL"],
+        ["host-1", "vm-1", "name of vm-1", "ok", "1"],
+        ["host-1", "vm-2", "name of vm-2", "no_gpu", "0"],
+        ["host-1", "vm-3", "name of vm-3", "nvml_error", "0", "NVIDIA driver is not loaded"],
+    ]
+
+
+async def test_poll_exits_1_when_one_did_not_answer_and_names_a_vmm_that_is_away(short_dir: Path) -> None:
+    guests = [Guest(running_vm("vm-1")), Guest(running_vm("vm-2"), status=504, headers={})]
+    async with FakeVmm(guests).serving(short_dir / "vmm.sock"):
+        vmms = ["--vmm", f"here=unix:{short_dir}/vmm.sock", "--vmm", f"away=unix:{short_dir}/nobody.sock"]
+        status, out, _ = await run_poll("--db", f"sqlite:///{short_dir}/h.db", *vmms, "--json")
+
+    report = json.loads(out)
+    assert status == 1
+    assert {cvm["vm_id"]: cvm["outcome"] for cvm in report["cvms"]} == {"vm-1": "no_gpu", "vm-2": "timeout"}
+    assert list(report["vmms_unreachable"]) == ["away"]
+
+
+async def test_vms_that_are_not_running_do_not_count(short_dir: Path) -> None:
+    stopped = running_vm("vm-2")
+    stopped.status = "stopped"
+    async with FakeVmm([Guest(running_vm("vm-1")), Guest(stopped)]).serving(short_dir / "vmm.sock"):
+        status, out, _ = await run_poll("--db", f"sqlite:///{short_dir}/h.db", "--vmm", f"unix:{short_dir}/vmm.sock")
+
+    assert (status, len(out.splitlines())) == (0, 2)
+
+
+def test_db_upgrade_fills_an_empty_database_and_leaves_a_current_one(database_url: str) -> None:
+    first, second = (run_program("gpu-aggregator", "db", "upgrade", "--db", database_url) for _ in range(2))
+
+    assert (first.returncode, second.returncode) == (0, 0)
+    assert "has schema" in first.stdout
+    assert first.stdout == second.stdout
+    assert second.stderr == ""

@@ -1,0 +1,180 @@
+from __future__ import annotations
+
+import shutil
+import threading
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from sqlalchemy import Connection, Engine, create_engine, inspect, text
+
+from aggregator.store import MIGRATIONS, Store, parse_database_url
+from aggregator.tables import metadata
+from aggregator.views import view_queries
+from gpuwire.device import GAUGES
+from gpuwire.errors import StartError
+
+SAMPLE = (
+    "vmm vm_id vm_name app_id instance_id uuid gpu_index pci_bus_id bdf host_bdf host_bdf_source sampled_at sampled_at_ms "
+    "polled_at_ms utilization_gpu utilization_memory memory_total_bytes memory_used_bytes memory_free_bytes temperature_c "
+    "power_usage_mw query_errors"
+)
+# The contract's "SQL names", word for word.
+CONTRACT = {
+    "v_gpu_samples": SAMPLE,
+    "v_gpu_latest": f"{SAMPLE} model cc_enabled cc_ready state",
+    "v_gpu_tenancy": ("uuid vmm vm_id vm_name app_id instance_id bdf host_bdf host_bdf_source first_seen last_seen"),
+    "v_cvm_state": "vmm vm_id vm_name outcome detail schema_status cc_enabled cc_ready since until",
+}
+
+
+@pytest.fixture
+def engine(database_url: str) -> Iterator[Engine]:
+    engine = create_engine(parse_database_url(database_url))
+    yield engine
+    engine.dispose()
+
+
+def catalogue(connection: Connection) -> dict[str, object]:
+    """All that the database knows of its own shape, by name. The order of columns is not part of it: one that a migration
+    adds comes last."""
+    if connection.dialect.name == "sqlite":
+        rows = connection.execute(text("SELECT type || ' ' || name, sql FROM sqlite_master WHERE sql IS NOT NULL"))
+        return {name: sqlite_definition(sql) for name, sql in rows if "alembic" not in name}
+    rows = connection.execute(
+        text("""
+        SELECT 'column ' || table_name || '.' || column_name,
+               concat_ws(' ', data_type, is_nullable, column_default)
+        FROM information_schema.columns WHERE table_schema = 'public'
+        UNION ALL
+        SELECT 'constraint ' || conrelid::regclass || '.' || conname, pg_get_constraintdef(oid)
+        FROM pg_constraint WHERE connamespace = 'public'::regnamespace
+        UNION ALL
+        SELECT 'index ' || indexname, indexdef FROM pg_indexes WHERE schemaname = 'public'
+        UNION ALL
+        SELECT 'view ' || viewname, definition FROM pg_views WHERE schemaname = 'public'
+        """)
+    )
+    return {name: definition for name, definition in rows if "alembic" not in name}
+
+
+def sqlite_definition(sql: str) -> object:
+    """A CREATE statement; a table's columns and constraints in no order."""
+    sql = " ".join(sql.split())
+    if not sql.startswith("CREATE TABLE"):
+        return sql
+    body = sql[sql.index("(") + 1 : sql.rindex(")")]
+    parts, depth = [""], 0
+    for character in body:
+        depth += {"(": 1, ")": -1}.get(character, 0)
+        if character == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += character
+    return sql.replace(body, ""), sorted(part.strip() for part in parts)
+
+
+def rebuild(connection: Connection) -> None:
+    """The database made anew from tables.py and views.py, without any migration."""
+    names = inspect(connection)
+    for view in names.get_view_names():
+        connection.execute(text(f"DROP VIEW {view}"))
+    metadata.drop_all(connection)
+    metadata.create_all(connection)
+    for view, query in view_queries(connection.dialect.name).items():
+        connection.execute(text(f"CREATE VIEW {view} AS {query}"))
+
+
+@pytest.mark.usefixtures("store")
+def test_migrated_database_is_what_tables_and_views_say(engine: Engine) -> None:
+    with engine.begin() as connection:
+        migrated = catalogue(connection)
+        rebuild(connection)
+        described = catalogue(connection)
+    assert len(migrated) > 10
+    assert not described.keys() - migrated.keys(), "the migrations lag behind aggregator/tables.py and views.py"
+    assert not migrated.keys() - described.keys(), "aggregator/tables.py and views.py lag behind the migrations"
+    assert migrated == described
+
+
+@pytest.mark.usefixtures("store")
+def test_view_columns_are_those_of_the_contract_in_its_order(engine: Engine) -> None:
+    with engine.connect() as connection:
+        found = {view: list(connection.execute(text(f"SELECT * FROM {view}")).keys()) for view in CONTRACT}
+    assert found == {view: columns.split() for view, columns in CONTRACT.items()}
+
+
+@pytest.mark.usefixtures("store")
+def test_every_gauge_is_a_column_of_samples(engine: Engine) -> None:
+    with engine.connect() as connection:
+        columns = {column["name"] for column in inspect(connection).get_columns("gpu_sample")}
+    assert {gauge.name for gauge in GAUGES} <= columns
+
+
+def test_empty_database_is_upgraded_once_and_then_left_alone(database_url: str) -> None:
+    with closing(Store(database_url)) as store:
+        assert store.revision() is None
+        store.require_current()
+        first = store.revision()
+        store.require_current()
+        store.upgrade()
+        assert first == store.revision() == "0001"
+
+
+def test_empty_database_is_refused_where_it_may_not_be_upgraded(database_url: str) -> None:
+    with closing(Store(database_url)) as store:
+        with pytest.raises(StartError, match="is empty; run: gpu-aggregator db upgrade --db "):
+            store.require_current(upgrade_empty=False)
+        assert store.revision() is None
+
+
+@pytest.mark.usefixtures("store")
+def test_older_schema_is_refused_with_the_command_to_run(database_url: str, tmp_path: Path) -> None:
+    migrations = tmp_path / "100% migrations"
+    shutil.copytree(MIGRATIONS, migrations)
+    migration = 'revision = "9999"\ndown_revision = "0001"\ndef upgrade() -> None: pass\n'
+    (migrations / "versions" / "9999_later.py").write_text(migration)
+    with closing(Store(database_url, migrations)) as later:
+        with pytest.raises(StartError) as refusal:
+            later.require_current()
+        what_to_do = f"has schema 0001, this program needs 9999; run: gpu-aggregator db upgrade --db {later.name}"
+        assert str(refusal.value) == f"database {later.name} {what_to_do}"
+        assert later.revision() == "0001"
+        later.require_current(upgrade=True)
+        assert later.revision() == "9999"
+
+
+def test_newer_schema_is_refused(store: Store, engine: Engine) -> None:
+    with engine.begin() as connection:
+        connection.execute(text("UPDATE alembic_version SET version_num = '7777'"))
+    for start in (store.require_current, store.upgrade):
+        with pytest.raises(StartError, match="has schema 7777, which this program is too old for"):
+            start()
+
+
+def test_tables_of_another_program_are_left_alone(database_url: str, engine: Engine) -> None:
+    with engine.begin() as connection:
+        connection.execute(text("CREATE TABLE gpu (name text)"))
+    with closing(Store(database_url)) as store:
+        with pytest.raises(StartError, match=r"tables of another program \(gpu\)"):
+            store.require_current()
+        assert store.revision() is None
+
+
+def test_two_programs_that_upgrade_at_once_both_succeed(database_url: str) -> None:
+    failures: list[Exception] = []
+
+    def start() -> None:
+        try:
+            with closing(Store(database_url)) as store:
+                store.require_current()
+        except Exception as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=start) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []

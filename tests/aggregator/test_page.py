@@ -1,0 +1,81 @@
+"""The page: what a value looks like, and that nothing a guest says can become markup."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from aggregator.page import age, celsius, gib, percent, render_fleet, watts, yes_no
+from gpuwire.device import GAUGES
+
+NOW_MS = 1_800_000_000_000
+
+CARD: dict[str, Any] = {
+    **dict.fromkeys(("vmm", "vm_id", "vm_name", "app_id", "instance_id", "uuid", "pci_bus_id", "bdf"), "x"),
+    **dict.fromkeys(("host_bdf", "host_bdf_source", "sampled_at", "model"), None),
+    **dict.fromkeys((g.name for g in GAUGES), None),
+    **{"gpu_index": 0, "sampled_at_ms": NOW_MS, "polled_at_ms": NOW_MS, "query_errors": 0},
+    **{"cc_enabled": None, "cc_ready": None, "state": "ok"},
+}
+CVM: dict[str, Any] = {
+    **dict.fromkeys(("vmm", "vm_id", "vm_name", "app_id", "instance_id"), "x"),
+    **{"outcome": "ok", "detail": None, "schema_status": None, "cc_enabled": None, "cc_ready": None},
+    **{"since_ms": NOW_MS, "until_ms": NOW_MS, "gpus": 1},
+}
+
+
+@pytest.mark.parametrize(
+    ("shown", "expected"),
+    [
+        (percent(0), "0 %"),
+        (percent(None), "–"),
+        (gib(150754820096), "140.4 GiB"),
+        (gib(0), "0.0 GiB"),
+        (gib(None), "–"),
+        (celsius(0), "0 °C"),
+        (watts(70123), "70.1 W"),
+        (watts(None), "–"),
+        (age(NOW_MS - 4999, NOW_MS), "4 s"),
+        (age(NOW_MS - 61_000, NOW_MS), "1 min"),
+        (age(NOW_MS - 3 * 3600_000, NOW_MS), "3 h"),
+        (age(NOW_MS - 49 * 3600_000, NOW_MS), "2 d"),
+        (age(NOW_MS + 5000, NOW_MS), "0 s"),
+        (age(None, NOW_MS), "–"),
+        (yes_no(None), "unknown"),
+        (yes_no(False), "no"),
+    ],
+)
+def test_values_look_as_people_read_them(shown: str, expected: str) -> None:
+    assert shown == expected
+
+
+def test_an_empty_fleet_says_so() -> None:
+    page = render_fleet([], [], now_ms=NOW_MS)
+    assert "No card has been seen yet." in page
+    assert "No CVM has been polled yet." in page
+
+
+def test_absent_is_shown_as_absent_and_never_as_zero() -> None:
+    page = render_fleet([CARD], [CVM], now_ms=NOW_MS)
+    assert "0 %" not in page
+    assert "<meter" not in page
+
+
+def test_hostile_names_stay_text() -> None:
+    hostile = "<script>alert(1)</script>\"'&"
+    text_columns = [name for name, value in CARD.items() if value == "x" or name in ("host_bdf", "host_bdf_source", "state")]
+    page = render_fleet(
+        [{**CARD, **dict.fromkeys(text_columns, hostile)}],
+        [{**CVM, **dict.fromkeys([n for n, v in CVM.items() if v in ("x", None, "ok")], hostile)}],
+        now_ms=NOW_MS,
+        notice=hostile,
+        database_error=hostile,
+    )
+    assert "<script" not in page
+    assert page.count("&lt;script&gt;") >= 10
+
+
+def test_a_database_that_is_away_is_said() -> None:
+    assert "The database is away" in render_fleet([CARD], [CVM], now_ms=NOW_MS, database_error="database: gone")
+    assert "The database is away" not in render_fleet([CARD], [CVM], now_ms=NOW_MS)
