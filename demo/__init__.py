@@ -1,0 +1,1 @@
+"""`make demo`: the whole journey of a sample on one machine, with simulated cards where there are no real ones."""

@@ -1,0 +1,1 @@
+"""The rules that no single room can keep by itself."""
