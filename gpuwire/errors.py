@@ -5,6 +5,7 @@ The first line of a class's docstring is the first half of its message and says 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import ClassVar
 
 
@@ -13,6 +14,11 @@ class TelemetryError(Exception):
 
     word: ClassVar[str]
     status: ClassVar[int]
+
+    def __init__(self, detail: str = "", *, headers: Mapping[str, str] | None = None) -> None:
+        """`headers` go onto the error reply."""
+        super().__init__(detail)
+        self.headers: Mapping[str, str] = headers or {}
 
     def __str__(self) -> str:
         advice = (type(self).__doc__ or "").splitlines()[0]

@@ -42,7 +42,7 @@ def map_host_addresses(attached: Sequence[AttachedCard], reported: Collection[Bd
     }
     found = {bdf: exact[bdf] for bdf in reported if bdf in exact}
     distinct = sorted(set(reported))
-    if len(distinct) != len(attached):
+    if not len(distinct) == len(reported) == len(attached):
         return found
     for bdf, card in zip(distinct, attached, strict=True):
         source = "single" if len(attached) == 1 else card.source

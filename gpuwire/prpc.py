@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from json import dumps
 from typing import TypeVar
 
+from google.protobuf.empty_pb2 import Empty
 from google.protobuf.message import DecodeError, Message
 
 from gpuwire.errors import Malformed
@@ -66,12 +67,9 @@ def decode(call: Call, kind: type[M]) -> M:
 
 
 def answer(call: Call, message: Message) -> Reply:
-    return Reply(200, to_json(message) if call.json else message.SerializeToString(), call.content_type)
-
-
-def answer_empty(call: Call) -> Reply:
-    """The answer of a method that returns google.protobuf.Empty."""
-    return Reply(200, b"", call.content_type)
+    """A google.protobuf.Empty is an empty body in both forms."""
+    as_json = call.json and not isinstance(message, Empty)
+    return Reply(200, to_json(message) if as_json else message.SerializeToString(), call.content_type)
 
 
 def refuse(json: bool, status: int, message: str, headers: Mapping[str, str] | None = None) -> Reply:

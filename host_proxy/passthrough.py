@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from gpuwire.errors import BadReply, MethodNotAllowed, NotRunning, SchemaMismatch, UnknownMethod
 from gpuwire.http_client import HttpClient, HttpReply
 from gpuwire.pb.vmm_pb2 import Id
-from gpuwire.prpc import Call, Reply, decode, refuse
+from gpuwire.prpc import Call, Reply, decode
 from gpuwire.schema import CURRENT, SCHEMA_HEADER, STATUS_HEADER, Policy, Unversioned, judge
 from host_proxy.vms import Vm
 
@@ -42,7 +42,7 @@ class PassThrough:
         self._timeout_s = timeout_s
 
     async def relay(self, call: Call) -> Reply:
-        """The guest's reply, byte for byte, or a refusal that names both schemas; raises TelemetryError."""
+        """The guest's reply, byte for byte, whatever its status; raises TelemetryError, for a schema that may not pass too."""
         vm = self._address(call)
         # As a dstack VMM calls a guest: POST, `null` as JSON for an empty input.
         target, body = (f"/api/{call.method}?json", b"null") if call.json else (f"/api/{call.method}", b"")
@@ -71,7 +71,7 @@ class PassThrough:
             headers[SCHEMA_HEADER] = "".join(c for c in named[:MAX_SCHEMA_HEADER] if c.isascii() and c.isprintable())
         if verdict.refusal:
             log.warning("refused: vm=%s method=%s verdict=%s", vm.id, call.method, verdict.status)
-            return refuse(call.json, SchemaMismatch.status, str(SchemaMismatch(verdict.refusal)), headers)
+            raise SchemaMismatch(verdict.refusal, headers=headers)
         if reply.status != 200 and not 400 <= reply.status <= 599:
-            raise BadReply(f"{vm.guest}: unexpected status {reply.status}")
+            raise BadReply(f"{vm.guest}: unexpected status {reply.status}", headers=headers)
         return Reply(reply.status, reply.body, call.content_type, headers)

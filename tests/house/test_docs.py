@@ -31,7 +31,7 @@ def test_links_lead_somewhere(doc: Path) -> None:
 
 @pytest.mark.parametrize("doc", DOCS, ids=name)
 def test_files_that_are_named_exist(doc: Path) -> None:
-    named = re.findall(r"`?\b((?:proto|gpuwire|guest_agent|host_proxy|aggregator|tests|docs)/[\w/.]+\w)", doc.read_text())
+    named = re.findall(r"`?\b((?:proto|gpuwire|guest_agent|host_proxy|aggregator|tests|docs)/[\w/.-]+\w)", doc.read_text())
     assert [path for path in named if not (ROOT / path).exists()] == []
 
 
