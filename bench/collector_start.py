@@ -12,9 +12,9 @@ at most 1.2 x the bare interpreter's. All take turns within one run, so that a b
 all but the bare one are first seen to print the same sample. NVML answers at once here: the real driver's part, about
 95 ms on an H200, comes on top for everyone.
 
-    python bench/collector_start.py [--rounds 100]
+    python -m bench.collector_start [--rounds 100]
 
-Needs the checkout, a C compiler and nvidia-ml-py.
+Needs a C compiler and nvidia-ml-py.
 """
 
 from __future__ import annotations
@@ -32,12 +32,10 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from guest_agent import collector
+from tests.fakes.nvml import build_fake_nvml, fake_nvml_environment
+
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent))
-
-from guest_agent import collector  # noqa: E402
-from tests.fakes.nvml import build_fake_nvml, fake_nvml_environment  # noqa: E402
-
 FLAGS = [sys.executable, "-I", "-S", "-E"]
 BARE, COLLECTOR, SCRIPT, NVIDIA_ML_PY, C = "bare interpreter", "collector", "  as a script", "nvidia-ml-py + json", "C"
 

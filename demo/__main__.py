@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import shlex
 import shutil
@@ -14,6 +15,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 
 from demo.day import RESEARCH, SERVING, TRAINING, Card, control_file
@@ -40,6 +42,10 @@ class SimulatedCvm:
     cards: Sequence[Card]
     host_slots: Sequence[str]
 
+    @property
+    def app_id(self) -> str:
+        return sha256(self.name.encode()).hexdigest()[:40]
+
 
 class Demo:
     def __init__(self, work: Path) -> None:
@@ -48,7 +54,10 @@ class Demo:
         self._library = build_fake_nvml(work)
         self._cvms = planned_cvms()
         self.vmm_socket = work / "vmm.sock"
-        self.port = free_port()
+        self.port = free_port(PORT)
+        self.dashboards = {cvm.id: free_port(PORT + 10 + number) for number, cvm in enumerate(self._cvms)}
+        self._public = work / "app-compose.json"
+        self._public.write_text('{"public_sysinfo": true}')
 
     @property
     def cvms(self) -> Sequence[SimulatedCvm]:
@@ -83,7 +92,11 @@ class Demo:
         return any(process.returncode is not None for process in self._processes)
 
     async def _start_agent(self, cvm: SimulatedCvm) -> None:
-        flags = ["--guest-api", f"unix:{self._guest_socket(cvm)}", "--sample-ttl", "2", "--failure-backoff", "5"]
+        flags = ["--guest-api", f"unix:{self._guest_socket(cvm)}", "--external", f"127.0.0.1:{self.dashboards[cvm.id]}"]
+        instance = self._work / f"{cvm.id}.instance.json"
+        instance.write_text(json.dumps({"app_id": cvm.app_id, "instance_id": sha256(cvm.id.encode()).hexdigest()[:40]}))
+        flags += ["--app-compose", str(self._public), "--instance-info", str(instance)]
+        flags += ["--sample-ttl", "2", "--failure-backoff", "5"]
         if not cvm.cards:
             await self._start("gpu-guest-agent", flags, log=cvm.id)
             return
@@ -114,7 +127,7 @@ class Demo:
 
     def _vms_entry(self, cvm: SimulatedCvm) -> str:
         slots = ", ".join(f'"{slot}"' for slot in cvm.host_slots)
-        lines = [f'id = "{cvm.id}"', f'name = "{cvm.name}"', f'app_id = "{cvm.id}-app"']
+        lines = [f'id = "{cvm.id}"', f'name = "{cvm.name}"', f'app_id = "{cvm.app_id}"']
         return "\n".join(["[[vm]]", *lines, f'guest = "unix:{self._guest_socket(cvm)}"', f"gpus = [{slots}]", ""])
 
     def _guest_socket(self, cvm: SimulatedCvm) -> Path:
@@ -142,9 +155,9 @@ def empty_data() -> None:
     DATA.mkdir()
 
 
-def free_port() -> int:
-    """PORT, or any other where that is taken."""
-    for port in (PORT, 0):
+def free_port(wanted: int) -> int:
+    """`wanted`, or any other where that is taken."""
+    for port in (wanted, 0):
         with socket.socket() as probe, suppress(OSError):
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(("127.0.0.1", port))
@@ -165,6 +178,7 @@ def what_to_look_at(demo: Demo) -> str:
 {len(demo.cvms)} CVMs, a host proxy and an aggregator run; a simulated day passes in 10 minutes. Logs: {DATA}/*.log
 
   the fleet's page    http://127.0.0.1:{demo.port}/
+  one CVM's own page  http://127.0.0.1:{demo.dashboards[vm_id]}/
   one CVM's cards     curl -s --unix-socket {demo.vmm_socket} 'http://localhost/guest/GpuInfo?json' -d '{{"id": "{vm_id}"}}'
   the history in SQL  {sqlite_command()}
 

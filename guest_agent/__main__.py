@@ -14,6 +14,8 @@ from guest_agent import collector
 from guest_agent.app import serve
 from guest_agent.settings import Settings
 
+FILE = click.Path(dir_okay=False, path_type=Path)
+
 
 @click.group()
 @click.version_option(package_name="cvm-gpu-telemetry")
@@ -32,6 +34,42 @@ def _command_line(ctx: click.Context, param: click.Parameter, value: str) -> str
 @service.command(cli, "serve", env="GUEST_AGENT")
 @click.option(
     "--guest-api", type=service.ADDRESS, default="vsock:any:8000", show_default=True, help="Where the guest API listens."
+)
+@click.option(
+    "--external",
+    type=service.ADDRESS,
+    default="0.0.0.0:8090",
+    show_default=True,
+    help="Where /metrics and the dashboard are served.",
+)
+@click.option(
+    "--app-compose",
+    type=FILE,
+    default="/dstack/.host-shared/app-compose.json",
+    show_default=True,
+    help="JSON whose public_sysinfo says whether system and GPU figures are shown on the external port.",
+)
+@click.option(
+    "--instance-info",
+    type=FILE,
+    default="/dstack/.host-shared/.instance_info",
+    show_default=True,
+    help="JSON with app_id and instance_id in hex.",
+)
+@click.option(
+    "--data-disk",
+    type=click.Path(path_type=Path),
+    multiple=True,
+    default=["/"],
+    show_default=True,
+    help="Mount point whose size and free space SysInfo gives; may be repeated.",
+)
+@click.option(
+    "--docker-socket",
+    type=FILE,
+    default="/var/run/docker.sock",
+    show_default=True,
+    help="Docker's API socket, for ListContainers.",
 )
 @click.option(
     "--sysfs-root",
@@ -60,8 +98,9 @@ def _command_line(ctx: click.Context, param: click.Parameter, value: str) -> str
     show_default=True,
     help="Longest wait of a GpuInfo call for the first sample.",
 )
+@click.option("--allow-shutdown", is_flag=True, help="Let the host power this VM off by the Shutdown call.")
 def serve_command(**flags: Any) -> None:
-    """Serve the guest API."""
+    """Serve the guest API, /metrics and the dashboard."""
     settings = Settings(**flags)
     service.run(lambda stop: serve(settings, stop))
 

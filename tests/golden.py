@@ -15,6 +15,7 @@ from gpuwire.device import GAUGES
 from gpuwire.errors import TelemetryError
 from guest_agent.__main__ import cli as guest_agent_cli
 from host_proxy.__main__ import cli as host_proxy_cli
+from tests.guest_agent.pages import dashboard_page, metrics_page
 
 ROOT = Path(__file__).parent.parent
 PROGRAMS = {"gpu-guest-agent": guest_agent_cli, "gpu-host-proxy": host_proxy_cli, "gpu-aggregator": aggregator_cli}
@@ -91,9 +92,15 @@ def view_columns() -> dict[str, list[str]]:
         return {view: [column["name"] for column in columns.get_columns(view)] for view in view_queries("sqlite")}
 
 
-GOLDEN: dict[Path, Callable[[], str]] = {ROOT / "docs/reference.md": reference}
+GOLDEN: dict[Path, Callable[[], str]] = {
+    ROOT / "docs/reference.md": reference,
+    ROOT / "tests/guest_agent/golden/metrics.txt": lambda: metrics_page(""),
+    ROOT / "tests/guest_agent/golden/metrics.openmetrics.txt": lambda: metrics_page("application/openmetrics-text"),
+    ROOT / "tests/guest_agent/golden/dashboard.html": dashboard_page,
+}
 
 
 if __name__ == "__main__":
     for path, make in GOLDEN.items():
+        path.parent.mkdir(exist_ok=True)
         path.write_text(make())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -16,6 +17,13 @@ START_LIMIT_S = 30.0
 def program(name: str) -> str:
     """The console script beside the Python that runs the tests."""
     return str(Path(sys.executable).with_name(name))
+
+
+def free_port() -> int:
+    """A TCP port that is free on 127.0.0.1 now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def run_program(name: str, *arguments: str, environment: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:

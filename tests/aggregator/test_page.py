@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from aggregator.page import age, celsius, gib, percent, render_fleet, watts, yes_no
+from aggregator.page import render_fleet
 from gpuwire.device import GAUGES
+from gpuwire.display import age, celsius, gib, percent, watts, yes_no
 
 NOW_MS = 1_800_000_000_000
 

@@ -22,7 +22,7 @@ from sqlalchemy import NullPool, create_engine, text
 from aggregator.store import parse_database_url
 from tests.fakes.nvml import build_fake_nvml, fake_nvml_environment
 from tests.fakes.sysfs import write_sysfs
-from tests.processes import run_program, running
+from tests.processes import free_port, run_program, running
 
 TRAINING = """
 devices = 3
@@ -105,7 +105,8 @@ def host(short_dir: Path) -> Iterator[Host]:
         ):
             result.set_nvml(guest, control)
             sysfs = write_sysfs(short_dir / f"{guest}.sys", bdfs)
-            flags = ["--guest-api", f"unix:{short_dir}/{guest}.sock", "--sysfs-root", str(sysfs), "--sample-ttl", "0.2"]
+            flags = ["--guest-api", f"unix:{short_dir}/{guest}.sock", "--external", f"unix:{short_dir}/{guest}.http"]
+            flags += ["--sysfs-root", str(sysfs), "--sample-ttl", "0.2"]
             environment = fake_nvml_environment(library, short_dir / f"{guest}.nvml")
             stack.enter_context(running("gpu-guest-agent", flags, short_dir / f"{guest}.log", environment))
         vms = short_dir / "vms.toml"
@@ -177,9 +178,7 @@ def test_times_in_the_views_are_utc_to_the_millisecond(host: Host, database_url:
 
 
 def test_serving_keeps_a_history_and_shows_it(host: Host, database_url: str, short_dir: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     flags = ["--db", database_url, "--vmm", f"host-1={host.vmm}", "--interval", "0.3", "--listen", f"127.0.0.1:{port}"]
     with running("gpu-aggregator", [*flags, "--notice", "Made <up> & shown"], short_dir / "aggregator.log"):
         busy = "SELECT * FROM v_gpu_samples WHERE vm_id = 'vm-serving' AND utilization_gpu = 42"

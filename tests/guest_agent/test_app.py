@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
 from collections.abc import AsyncIterator, Iterator
+from http.client import HTTPConnection
+from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import pytest
 
 from gpuwire.codec import decode_snapshot
+from gpuwire.pb.guest_api_pb2 import SystemInfo
 from gpuwire.schema import CURRENT
 from tests.fakes.nvml import build_fake_nvml, fake_nvml_environment
 from tests.fakes.sysfs import write_sysfs
@@ -35,7 +41,10 @@ def agent_without_gpu(short_dir: Path) -> Iterator[Path]:
 
 
 def flags(folder: Path, sysfs: Path) -> list[str]:
-    return ["--guest-api", f"unix:{folder}/agent.sock", "--sysfs-root", str(sysfs)]
+    listeners = ["--guest-api", f"unix:{folder}/agent.sock", "--external", f"unix:{folder}/external.sock"]
+    (folder / "instance.json").write_text('{"app_id": "a1b2", "instance_id": "c3d4"}')
+    files = ["--instance-info", f"{folder}/instance.json", "--docker-socket", f"{folder}/docker.sock"]
+    return [*listeners, *files, "--sysfs-root", str(sysfs)]
 
 
 class Caller:
@@ -91,7 +100,7 @@ async def test_get_json_and_binary_say_the_same(call: Caller) -> None:
         ("POST", "/api/Nonsense?json", 404, "application/json"),
         ("GET", "/api/Nonsense", 404, "application/json"),
         ("POST", "/api/Nonsense", 404, "application/octet-stream"),
-        ("PUT", "/api/GpuInfo?json", 400, "application/json"),
+        ("PUT", "/api/GpuInfo?json", 403, "application/json"),
         ("GET", "/elsewhere", 404, "text/plain; charset=utf-8"),
     ],
 )
@@ -123,8 +132,9 @@ async def test_a_guest_without_a_card_answers_with_no_bytes(call: Caller) -> Non
         (["--nonsense"], "--nonsense"),
     ],
 )
-def test_a_wrong_setting_is_one_line_and_exit_2(arguments: list[str], error: str) -> None:
-    result = run_program("gpu-guest-agent", "serve", *arguments)
+def test_a_wrong_setting_is_one_line_and_exit_2(tmp_path: Path, arguments: list[str], error: str) -> None:
+    (tmp_path / "app-compose.json").write_text("{}")
+    result = run_program("gpu-guest-agent", "serve", "--app-compose", f"{tmp_path}/app-compose.json", *arguments)
 
     assert result.returncode == 2
     assert result.stdout == ""
@@ -141,3 +151,77 @@ def test_gpu_info_prints_one_line_for_programs(tmp_path: Path) -> None:
 
     assert (result.returncode, len(result.stdout.splitlines()), result.stderr) == (0, 1, "")
     assert len(json.loads(result.stdout)["gpus"]) == 1
+
+
+@pytest.mark.parametrize("listener", ["--guest-api", "--external"])
+def test_a_busy_port_is_one_line_and_exit_2(short_dir: Path, listener: str) -> None:
+    (short_dir / "app-compose.json").write_text("{}")
+    listeners = {"--guest-api": f"unix:{short_dir}/a.sock", "--external": f"unix:{short_dir}/b.sock"}
+    with socket.socket() as busy:
+        busy.bind(("127.0.0.1", 0))
+        busy.listen()
+        listeners[listener] = f"127.0.0.1:{busy.getsockname()[1]}"
+        flags = [part for pair in listeners.items() for part in pair]
+        result = run_program("gpu-guest-agent", "serve", "--app-compose", f"{short_dir}/app-compose.json", *flags)
+
+    assert (result.returncode, result.stderr) == (
+        2,
+        f"error: cannot listen on {listeners[listener]}: address already in use\n",
+    )
+    assert list(short_dir.glob("*.sock")) == []
+
+
+@pytest.mark.usefixtures("agent")
+async def test_the_other_calls_answer_as_dstacks_clients_read_them(call: Caller) -> None:
+    async def ask(method: str) -> dict[str, Any]:
+        status, _, body = await call("POST", f"/api/{method}?json", b"null")
+        assert status == 200
+        found: dict[str, Any] = json.loads(body)
+        return found
+
+    system = await ask("SysInfo")
+    assert list(system) == [f.name for f in SystemInfo.DESCRIPTOR.fields]
+    assert system["total_memory"] >= system["used_memory"] > 0
+    assert (system["num_cpus"], system["disks"][0]["mount_point"]) == (os.cpu_count(), "/")
+    assert set(await ask("NetworkInfo")) == {"dns_servers", "gateways", "interfaces", "wg_info"}
+    info = await ask("Info")
+    assert (info["version"], info["app_id"], info["instance_id"]) == (version("cvm-gpu-telemetry"), "a1b2", "c3d4")
+
+
+@pytest.mark.usefixtures("agent")
+async def test_without_docker_the_list_of_containers_is_an_error_reply(call: Caller) -> None:
+    status, _, body = await call("POST", "/api/ListContainers?json", b"null")
+
+    assert status == 502
+    assert json.loads(body)["error"].startswith("unreachable: ")
+    assert (await call("POST", "/api/SysInfo?json", b"null"))[0] == 200
+
+
+@pytest.mark.usefixtures("agent")
+async def test_shutdown_is_off_unless_allowed(call: Caller) -> None:
+    status, _, body = await call("POST", "/api/Shutdown?json", b"null")
+
+    assert status == 403
+    assert "--allow-shutdown" in json.loads(body)["error"]
+
+
+def test_shutdown_runs_systemctl_poweroff_by_post_only(short_dir: Path) -> None:
+    systemctl = short_dir / "bin/systemctl"
+    systemctl.parent.mkdir()
+    systemctl.write_text(f'#!/bin/sh\necho "$@" >> {short_dir}/called\n')
+    systemctl.chmod(0o755)
+    environment = {**os.environ, "PATH": f"{systemctl.parent}:{os.environ['PATH']}"}
+    sysfs = write_sysfs(short_dir / "sys", [])
+    with running("gpu-guest-agent", [*flags(short_dir, sysfs), "--allow-shutdown"], short_dir / "agent.log", environment):
+        connection = HTTPConnection("localhost")
+        connection.sock = socket.socket(socket.AF_UNIX)
+        connection.sock.connect(str(short_dir / "agent.sock"))
+        connection.request("GET", "/api/Shutdown")
+        refused = connection.getresponse()
+        assert (refused.status, refused.read()[:10]) == (403, b'{"error": ')
+        assert not (short_dir / "called").exists()
+        connection.request("POST", "/api/Shutdown?json", b"null")
+        done = connection.getresponse()
+        assert (done.status, done.read()) == (200, b"")
+        connection.close()
+    assert (short_dir / "called").read_text() == "poweroff\n"

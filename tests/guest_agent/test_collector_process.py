@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import multiprocessing
+import os
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -124,3 +127,37 @@ def test_an_interrupt_ends_the_run_and_every_later_one(tmp_path: Path) -> None:
 
         assert [r.failure for r in results] == ["the agent is stopping"]
         assert process.run().failure == "the agent is stopping"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a process that another user's signals do not end")
+def test_a_collector_that_survives_sigkill_is_not_waited_for_and_not_joined_by_another(short_dir: Path) -> None:
+    """As in an uninterruptible driver call: here the collector becomes root's, the agent is not, so its SIGKILL fails."""
+    if os.statvfs(short_dir).f_flag & os.ST_NOSUID:
+        pytest.skip("the temporary folder is mounted nosuid")
+    unkillable = short_dir / "unkillable"
+    source = "#include <unistd.h>\nint main(void) { return setuid(0) || sleep(60); }"
+    subprocess.run(["cc", "-xc", "-", "-o", unkillable], input=source, text=True, check=True)
+    unkillable.chmod(0o4755)
+    short_dir.chmod(0o755)
+    fork = multiprocessing.get_context("fork")
+    failures: multiprocessing.Queue[str] = fork.Queue()
+
+    def unprivileged_agent() -> None:
+        os.setgid(65534)
+        os.setuid(65534)
+        process = CollectorProcess([str(unkillable)], 0.2)
+        for _ in range(3):
+            failures.put(process.run().failure)
+
+    agent = fork.Process(target=unprivileged_agent)
+    agent.start()
+    first, *later = [failures.get(timeout=20) for _ in range(3)]
+    agent.join(20)
+    survivors = [p for p in psutil.process_iter(["exe"]) if p.info["exe"] == str(unkillable)]
+    try:
+        assert first == TIMED_OUT
+        assert later == [f"GPU collector {survivors[0].pid} is stuck in the driver"] * 2
+        assert len(survivors) == 1
+    finally:
+        for survivor in survivors:
+            survivor.kill()
