@@ -5,21 +5,23 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PROTOS := $(wildcard proto/gpuwire/pb/*.proto)
 
-.PHONY: help demo test check golden proto migration
+.PHONY: help demo test check golden screenshots proto migration
 
 help:
 	@echo "make demo       three CVMs, a proxy and an aggregator on this machine; Ctrl-C ends them"
 	@echo "make test       all tests (PYTEST_ARGS=... passes arguments on)"
 	@echo "make check      formatter, linter, type checker"
 	@echo "make golden     rewrite generated docs and golden files; the diff is the review"
+	@echo "make screenshots  retake the docs' pictures (needs chromium)"
 	@echo "make proto      regenerate the stubs from proto/"
 	@echo "make migration  draft a migration from the tables (NAME=what_it_does)"
 
 $(READY): pyproject.toml
-	$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed, this is " + sys.version.split()[0] + "; set PYTHON=...") if sys.version_info < (3, 11) else 0'
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[all,test]'
-	touch $@
+	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed, this is " + sys.version.split()[0] + "; set PYTHON=...") if sys.version_info < (3, 11) else 0'
+	@echo "setting up $(VENV) (a minute or two on a fresh machine)"
+	@$(PYTHON) -m venv $(VENV)
+	@PYTHONWARNINGS=ignore $(BIN)/pip install --quiet --disable-pip-version-check -e '.[all,test]'
+	@touch $@
 
 demo: $(READY)
 	@$(BIN)/python -m demo
@@ -34,6 +36,9 @@ check: $(READY)
 
 golden: $(READY)
 	$(BIN)/python -m tests.golden
+
+screenshots: $(READY)
+	$(BIN)/python -m tests.screenshots
 
 proto: $(READY)
 	$(BIN)/python -m grpc_tools.protoc -Iproto --python_out=. --pyi_out=. $(PROTOS)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import logging
+import os
 import signal
 import sys
 import time
 import tomllib
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,10 +20,10 @@ import sdnotify
 from aiohttp import web
 
 from gpuwire.address import Address, TcpAddress, parse_address
-from gpuwire.errors import Malformed, StartError, TelemetryError, TooLarge
+from gpuwire.errors import Malformed, MethodNotAllowed, StartError, TelemetryError, TooLarge
 from gpuwire.prpc import MAX_REQUEST_BYTES, Call, Reply, refuse, wants_json
 from gpuwire.schema import Policy, Unversioned
-from gpuwire.transport import listen_socket, remove_socket
+from gpuwire.transport import inherited_socket, listen_socket, remove_socket
 
 log = logging.getLogger(__name__)
 
@@ -224,19 +225,49 @@ async def _with_signals(service: Callable[[asyncio.Event], Coroutine[Any, Any, T
 
 
 async def serve_until(stop: asyncio.Event, ready: str) -> None:
-    """Tells systemd and the log that the service is up, waits for `stop`, tells that it stops."""
+    """Tells systemd and the log that the service is up, waits for `stop`, tells that it stops.
+
+    Where the unit has a watchdog, it is fed from the event loop: a loop that is stuck starves it.
+    """
+    with _systemd() as notify:
+        notify("READY=1")
+        log.info("started: %s", ready)
+        period_s = watchdog_period_s()
+        while not stop.is_set():
+            notify("WATCHDOG=1")
+            with suppress(TimeoutError):
+                await asyncio.wait_for(stop.wait(), period_s)
+        notify("STOPPING=1")
+        log.info("stopping")
+
+
+@contextmanager
+def _systemd() -> Iterator[Callable[[str], None]]:
+    """Tells systemd a state; nothing where it does not listen. sdnotify leaves its socket open, used or not."""
+    if "NOTIFY_SOCKET" not in os.environ:
+        yield lambda _state: None
+        return
     notifier = sdnotify.SystemdNotifier()
-    notifier.notify("READY=1")
-    log.info("started: %s", ready)
-    await stop.wait()
-    notifier.notify("STOPPING=1")
-    log.info("stopping")
+    try:
+        yield notifier.notify
+    finally:
+        if notifier.socket is not None:
+            notifier.socket.close()
+
+
+def watchdog_period_s() -> float | None:
+    """Half of the watchdog's limit; None where systemd keeps none for this process. Source: sd_watchdog_enabled(3)."""
+    limit_us = os.environ.get("WATCHDOG_USEC", "")
+    if not limit_us.isdecimal() or int(limit_us) == 0 or os.environ.get("WATCHDOG_PID", str(os.getpid())) != str(os.getpid()):
+        return None
+    return int(limit_us) / 2_000_000
 
 
 @asynccontextmanager
 async def http_server(app: web.Application, address: Address) -> AsyncIterator[None]:
     """Serves `app` on `address` within the context. Raises StartError when it cannot be listened on."""
-    sock = listen_socket(address)
+    inherited = inherited_socket(address)
+    sock = inherited or listen_socket(address)
     # A reply is never cut off by the caller's going away: work that others wait for may be going on behind it.
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=SHUTDOWN_TIMEOUT_S)
     await runner.setup()
@@ -246,7 +277,8 @@ async def http_server(app: web.Application, address: Address) -> AsyncIterator[N
     try:
         yield
     finally:
-        remove_socket(address)  # while it is surely ours: once closed, the next process may have put its own there
+        if inherited is None:
+            remove_socket(address)  # while it is surely ours: once closed, the next process may have put its own there
         server.close()
         await runner.cleanup()
 
@@ -270,13 +302,13 @@ async def _answer(request: web.Request, handler: Handler) -> Reply:
     json = wants_json(request.method, request.query, request.headers.get("Content-Type", ""))
     try:
         if request.method not in ("GET", "POST"):
-            raise Malformed(f"{request.method} {method}: call with GET or POST")
+            raise MethodNotAllowed(f"{request.method} {method}; call with GET or POST")
         body = await _read_body(request)
         return await handler(Call(method, request.method == "GET", json, request.query, body))
     except web.HTTPRequestEntityTooLarge:
         return refuse(json, TooLarge.status, str(TooLarge(f"{method}: at most {MAX_REQUEST_BYTES} bytes")))
     except TelemetryError as error:
-        return refuse(json, error.status, str(error))
+        return refuse(json, error.status, str(error), error.headers)
     except Exception:
         log.exception("call failed: method=%s", method)
         return refuse(json, 500, "internal: a fault of this service, its log says more")

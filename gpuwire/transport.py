@@ -19,6 +19,7 @@ from gpuwire.errors import StartError, Unreachable
 P = TypeVar("P", bound=asyncio.BaseProtocol)
 
 BACKLOG = 128
+LISTEN_FDS_START = 3
 VSOCK_CONNECT_TIMEOUT_S = 2.0  # the kernel's own default for a guest that is not up
 
 
@@ -44,6 +45,37 @@ def listen_socket(address: Address) -> socket.socket:
         raise StartError(f"cannot listen on {address}: {reason(error)}") from None
     sock.setblocking(False)
     return sock
+
+
+def inherited_socket(address: Address) -> socket.socket | None:
+    """The socket that systemd opened for `address` ahead of the start; None where it opened none.
+
+    Raises StartError where what was passed are no sockets. Source: sd_listen_fds(3).
+    """
+    if os.environ.get("LISTEN_PID") != str(os.getpid()):
+        return None
+    try:
+        for fd in range(LISTEN_FDS_START, LISTEN_FDS_START + int(os.environ.get("LISTEN_FDS", "0"))):
+            sock = socket.socket(fileno=fd)
+            if _is_bound_to(sock, address):
+                sock.setblocking(False)
+                return sock
+            sock.detach()
+    except (OSError, ValueError) as error:
+        raise StartError(f"LISTEN_FDS={os.environ.get('LISTEN_FDS')}: not the sockets that systemd passes: {error}") from None
+    return None
+
+
+def _is_bound_to(sock: socket.socket, address: Address) -> bool:
+    name = sock.getsockname()
+    match address:
+        case UnixAddress(path):
+            return sock.family == socket.AF_UNIX and name == path
+        case VsockAddress(cid, port):
+            return sock.family == socket.AF_VSOCK and name == (cid, port)
+        case TcpAddress(host, port):
+            return sock.family in (socket.AF_INET, socket.AF_INET6) and name[:2] == (host, port)
+    return False
 
 
 def _bound(family: int, target: object) -> socket.socket:
