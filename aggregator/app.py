@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Coroutine
-from contextlib import AsyncExitStack, asynccontextmanager
-from typing import Any
+from contextlib import AsyncExitStack
 
 from aiohttp import web
 
@@ -27,24 +25,15 @@ async def serve(settings: Settings, stop: asyncio.Event) -> None:
         store.set_stale_after(settings.stale_after)
         writer = Writer(store)
         stack.push_async_callback(writer.close)
-        await stack.enter_async_context(_in_background(writer.run()))
+        await stack.enter_async_context(service.in_background(writer.run()))
         await stack.enter_async_context(service.http_server(web_app(store, writer, settings.notice), settings.listen))
         calls = asyncio.Semaphore(settings.poll.concurrency)
         for vmm in settings.poll.vmms:
             poller = Poller(vmm, settings.poll, calls)
             stack.push_async_callback(poller.close)
-            await stack.enter_async_context(_in_background(poller.run(settings.interval, writer.add)))
+            await stack.enter_async_context(service.in_background(poller.run(settings.interval, writer.add)))
         vmms = ",".join(vmm.name for vmm in settings.poll.vmms)
         await service.serve_until(stop, f"listen={settings.listen} vmms={vmms} interval_s={settings.interval:g}")
-
-
-@asynccontextmanager
-async def _in_background(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
-    """Runs `work` within the context. Its failure is not swallowed: it ends the service."""
-    async with asyncio.TaskGroup() as group:
-        task = group.create_task(work)
-        yield
-        task.cancel()
 
 
 def web_app(store: Store, writer: Writer, notice: str = "") -> web.Application:

@@ -90,6 +90,18 @@ def parse_address(text: str) -> Address:
     return TcpAddress(_host(host, text), port)
 
 
+def parse_vmm_address(text: str) -> tuple[Address, str]:
+    """A VMM's address and the file with the token that it wants: `ADDR` or `ADDR#token-file=FILE`. Raises ValueError."""
+    address, hash_mark, option = text.partition("#")
+    key, _, file = option.partition("=")
+    if hash_mark and (key != "token-file" or not file):
+        raise ValueError(f"{text!r}: after # only token-file=FILE is known")
+    parsed = parse_address(address)
+    if isinstance(parsed, VsockAddress | HybridAddress):
+        raise ValueError(f"{text!r}: a VMM is reached by unix:, tcp:, http: or https:")  # noqa: TRY004
+    return parsed, file
+
+
 def _path(path: str, text: str) -> str:
     if not path.startswith("/"):
         raise ValueError(f"{text!r}: the socket path must be absolute")

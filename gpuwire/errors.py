@@ -33,6 +33,13 @@ class Malformed(TelemetryError):
     status = 400
 
 
+class Unauthorized(TelemetryError):
+    """this address wants a token: send Authorization: Bearer <token>"""
+
+    word = "unauthorized"
+    status = 401
+
+
 class MethodNotAllowed(TelemetryError):
     """this method is not served here"""
 
@@ -66,6 +73,13 @@ class TooLarge(TelemetryError):
 
     word = "too_large"
     status = 413
+
+
+class Conflict(TelemetryError):
+    """two VMs claim one id or one address, correct the source that is wrong"""
+
+    word = "conflict"
+    status = 502
 
 
 class Unreachable(TelemetryError):

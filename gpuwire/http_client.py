@@ -48,6 +48,7 @@ class HttpClient:
         self._waiting = waiting
         self._tls = tls
         self._peers: dict[Address, _Peer] = {}
+        self.open_connections = 0
 
     async def exchange(
         self, address: Address, method: str, target: str, headers: Mapping[str, str], body: bytes, *, deadline_s: float
@@ -62,6 +63,9 @@ class HttpClient:
                 return await self._send(address, peer, request)
         except TimeoutError:
             raise DeadlineExceeded(f"{address}: no complete reply within {deadline_s:g} s") from None
+
+    def _count(self, change: int) -> None:
+        self.open_connections += change
 
     async def close(self) -> None:
         for peer in self._peers.values():
@@ -90,7 +94,7 @@ class HttpClient:
                 return await self._exchange_on(connection, peer, request)
             except _ClosedWhileIdle:
                 continue  # the peer closed it as we wrote: nothing was answered, so a new connection may ask again
-        connection = await connect(address, lambda: _Connection(address, self._max_reply), tls=self._tls)
+        connection = await connect(address, lambda: _Connection(address, self._max_reply, self._count), tls=self._tls)
         try:
             return await self._exchange_on(connection, peer, request)
         except _ClosedWhileIdle:
@@ -122,8 +126,9 @@ def _discard(idle: list[_Connection], connection: _Connection) -> None:
 class _Connection(asyncio.Protocol):
     """One connection, one exchange at a time. httptools calls the on_ methods while it parses."""
 
-    def __init__(self, address: Address, max_reply: int) -> None:
+    def __init__(self, address: Address, max_reply: int, count: Callable[[int], None]) -> None:
         self._address = address
+        self._count = count
         self._max_reply = max_reply
         self._transport: asyncio.Transport | None = None
         self._reply: asyncio.Future[HttpReply] | None = None
@@ -155,6 +160,7 @@ class _Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
+        self._count(1)
 
     def data_received(self, data: bytes) -> None:
         if self._reply is None or self._reply.done():
@@ -177,6 +183,7 @@ class _Connection(asyncio.Protocol):
 
     def connection_lost(self, _exc: Exception | None) -> None:
         self._transport = None
+        self._count(-1)
         self.on_lost()
         if self._reply is None or self._reply.done():
             return

@@ -7,13 +7,15 @@ import ipaddress
 import logging
 import os
 import signal
+import ssl
 import sys
 import time
 import tomllib
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import click
 import sdnotify
@@ -23,7 +25,7 @@ from gpuwire.address import Address, TcpAddress, parse_address
 from gpuwire.errors import Malformed, MethodNotAllowed, StartError, TelemetryError, TooLarge
 from gpuwire.prpc import MAX_REQUEST_BYTES, Call, Reply, refuse, wants_json
 from gpuwire.schema import Policy, Unversioned
-from gpuwire.transport import inherited_socket, listen_socket, remove_socket
+from gpuwire.transport import SocketAccess, inherited_socket, listen_socket, remove_socket
 
 log = logging.getLogger(__name__)
 
@@ -70,12 +72,12 @@ SECONDS = SecondsParam()
 def loopback_only(ctx: click.Context, param: click.Parameter, value: Any) -> Any:
     """Refuses a TCP address to listen on that others than this machine can reach."""
     for address in value if isinstance(value, tuple) else (value,):
-        if isinstance(address, TcpAddress) and not _is_loopback(address.host):
+        if isinstance(address, TcpAddress) and not is_loopback(address.host):
             raise click.BadParameter(f"{address}: only unix:, vsock: and loopback addresses can be listened on", ctx, param)
     return value
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -263,24 +265,52 @@ def watchdog_period_s() -> float | None:
     return int(limit_us) / 2_000_000
 
 
+class Front(Protocol):
+    """Connections that are served without aiohttp, as long as they can be."""
+
+    def connection(self, otherwise: Callable[[], asyncio.Protocol]) -> asyncio.Protocol: ...
+
+    async def close(self) -> None: ...
+
+
 @asynccontextmanager
-async def http_server(app: web.Application, address: Address) -> AsyncIterator[None]:
-    """Serves `app` on `address` within the context. Raises StartError when it cannot be listened on."""
+async def http_server(
+    app: web.Application,
+    address: Address,
+    *,
+    tls: ssl.SSLContext | None = None,
+    access: SocketAccess | None = None,
+    front: Front | None = None,
+) -> AsyncIterator[None]:
+    """Serves `app` on `address` within the context, what `front` takes excepted. Raises StartError when it cannot be
+    listened on."""
     inherited = inherited_socket(address)
-    sock = inherited or listen_socket(address)
+    sock = inherited or listen_socket(address, access)
     # A reply is never cut off by the caller's going away: work that others wait for may be going on behind it.
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=SHUTDOWN_TIMEOUT_S)
     await runner.setup()
     # aiohttp's SockSite raises TypeError on AF_VSOCK; the loop takes any stream socket.
     assert runner.server is not None
-    server = await asyncio.get_running_loop().create_server(runner.server, sock=sock)
+    protocol = partial(front.connection, runner.server) if front else runner.server
+    server = await asyncio.get_running_loop().create_server(protocol, sock=sock, ssl=tls)
     try:
         yield
     finally:
         if inherited is None:
             remove_socket(address)  # while it is surely ours: once closed, the next process may have put its own there
         server.close()
+        if front:
+            await front.close()
         await runner.cleanup()
+
+
+@asynccontextmanager
+async def in_background(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
+    """Runs `work` within the context. Its failure is not swallowed: it ends the service."""
+    async with asyncio.TaskGroup() as group:
+        task = group.create_task(work)
+        yield
+        task.cancel()
 
 
 def new_app() -> web.Application:
@@ -291,22 +321,41 @@ def add_prpc(app: web.Application, mount: str, handler: Handler) -> None:
     """Serves pRPC under `mount`/<Method>. A TelemetryError from `handler` is the error reply; any other is a 500, logged."""
 
     async def serve(request: web.Request) -> web.Response:
-        reply = await _answer(request, handler)
-        return web.Response(status=reply.status, body=reply.body, headers={**reply.headers, "Content-Type": reply.content_type})
+        return _response(await _answer(request, handler))
 
     app.router.add_route("*", mount + "/{method}", serve)
 
 
+def error_response(request: web.Request, error: TelemetryError) -> web.Response:
+    """The error as a pRPC reply in the form that the request asks for."""
+    return _response(refuse(_wants_json(request), error.status, str(error), error.headers))
+
+
+def _response(reply: Reply) -> web.Response:
+    return web.Response(status=reply.status, body=reply.body, headers={**reply.headers, "Content-Type": reply.content_type})
+
+
+def _wants_json(request: web.Request) -> bool:
+    return wants_json(request.method, request.query, request.headers.get("Content-Type", ""))
+
+
 async def _answer(request: web.Request, handler: Handler) -> Reply:
     method = request.match_info["method"]
-    json = wants_json(request.method, request.query, request.headers.get("Content-Type", ""))
-    try:
+    json = _wants_json(request)
+
+    async def answer() -> Reply:
         if request.method not in ("GET", "POST"):
             raise MethodNotAllowed(f"{request.method} {method}; call with GET or POST")
         body = await _read_body(request)
         return await handler(Call(method, request.method == "GET", json, request.query, body))
-    except web.HTTPRequestEntityTooLarge:
-        return refuse(json, TooLarge.status, str(TooLarge(f"{method}: at most {MAX_REQUEST_BYTES} bytes")))
+
+    return await reply_or_refusal(answer(), method, json)
+
+
+async def reply_or_refusal(answer: Awaitable[Reply], method: str, json: bool) -> Reply:
+    """What `answer` gives; a TelemetryError that it raises as the error reply, anything else as a 500, logged."""
+    try:
+        return await answer
     except TelemetryError as error:
         return refuse(json, error.status, str(error), error.headers)
     except Exception:
@@ -317,6 +366,8 @@ async def _answer(request: web.Request, handler: Handler) -> Reply:
 async def _read_body(request: web.Request) -> bytes:
     try:
         return await request.read()
+    except web.HTTPRequestEntityTooLarge:
+        raise TooLarge(f"{request.match_info['method']}: at most {MAX_REQUEST_BYTES} bytes") from None
     except (ConnectionError, web.RequestPayloadError) as error:
         # A caller that went away or sent rubbish: no fault of this service, so no traceback in its log.
         raise Malformed(f"the body cannot be read: {' '.join(str(error).split())}") from None

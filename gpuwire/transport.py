@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import shutil
 import socket
 import ssl
 import stat
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -23,7 +25,15 @@ LISTEN_FDS_START = 3
 VSOCK_CONNECT_TIMEOUT_S = 2.0  # the kernel's own default for a guest that is not up
 
 
-def listen_socket(address: Address) -> socket.socket:
+@dataclass(frozen=True, slots=True)
+class SocketAccess:
+    """Who may connect to a Unix socket: the file's mode and, unless None, its group."""
+
+    mode: int
+    group: str | None = None
+
+
+def listen_socket(address: Address, access: SocketAccess | None = None) -> socket.socket:
     """A bound, listening, non-blocking socket.
 
     A dead Unix socket file is replaced; a live one, a file of another kind, a busy port and a forbidden one are refused.
@@ -33,7 +43,7 @@ def listen_socket(address: Address) -> socket.socket:
         match address:
             case UnixAddress(path):
                 _remove_dead_socket(Path(path))
-                sock = _bound(socket.AF_UNIX, path)
+                sock = _bound(socket.AF_UNIX, path, access)
             case TcpAddress(host, port):
                 family, _, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
                 sock = _bound(family, target)
@@ -41,6 +51,8 @@ def listen_socket(address: Address) -> socket.socket:
                 sock = _bound(socket.AF_VSOCK, (cid, port))
             case HybridAddress() | UrlAddress():
                 raise StartError(f"cannot listen on {address}: only unix:, vsock: and tcp: addresses can be listened on")
+    except LookupError as error:
+        raise StartError(f"cannot listen on {address}: {error.args[0]}") from None
     except OSError as error:
         raise StartError(f"cannot listen on {address}: {reason(error)}") from None
     sock.setblocking(False)
@@ -78,17 +90,29 @@ def _is_bound_to(sock: socket.socket, address: Address) -> bool:
     return False
 
 
-def _bound(family: int, target: object) -> socket.socket:
+def _bound(family: int, target: object, access: SocketAccess | None = None) -> socket.socket:
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
         if family in (socket.AF_INET, socket.AF_INET6):
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(target)  # type: ignore[arg-type]
+        if access is not None:
+            _grant(Path(str(target)), access)  # before listen(): until then nobody can connect
         sock.listen(BACKLOG)
-    except OSError:
+    except (OSError, LookupError):
         sock.close()
         raise
     return sock
+
+
+def _grant(path: Path, access: SocketAccess) -> None:
+    try:
+        if access.group is not None:
+            shutil.chown(path, group=access.group)
+        path.chmod(access.mode)
+    except (OSError, LookupError):
+        path.unlink()
+        raise
 
 
 def _remove_dead_socket(path: Path) -> None:

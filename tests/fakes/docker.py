@@ -10,6 +10,8 @@ from pathlib import Path
 
 from aiohttp import web
 
+from tests.fakes.unix_server import serving
+
 
 @dataclass
 class FakeDocker:
@@ -31,10 +33,5 @@ class FakeDocker:
     async def serving(self, socket: Path) -> AsyncIterator[FakeDocker]:
         app = web.Application()
         app.router.add_route("*", "/{path:.*}", self.handle)
-        runner = web.AppRunner(app, shutdown_timeout=0.1)
-        await runner.setup()
-        await web.UnixSite(runner, str(socket)).start()
-        try:
+        async with serving(app, socket):
             yield self
-        finally:
-            await runner.cleanup()

@@ -11,6 +11,7 @@ from pathlib import Path
 from aiohttp import web
 
 from gpuwire.schema import CURRENT, SCHEMA_HEADER
+from tests.fakes.unix_server import serving
 
 OURS: Mapping[str, str] = {SCHEMA_HEADER: str(CURRENT)}
 
@@ -35,10 +36,5 @@ class FakeGuest:
     async def serving(self, socket: Path) -> AsyncIterator[FakeGuest]:
         app = web.Application()
         app.router.add_route("*", "/{path:.*}", self.handle)
-        runner = web.AppRunner(app, shutdown_timeout=0.1)
-        await runner.setup()
-        await web.UnixSite(runner, str(socket)).start()
-        try:
+        async with serving(app, socket):
             yield self
-        finally:
-            await runner.cleanup()

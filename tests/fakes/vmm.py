@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from gpuwire.codec import to_message
 from gpuwire.device import GpuSnapshot
 from gpuwire.pb.vmm_pb2 import Id, StatusRequest, StatusResponse, VmInfo
 from gpuwire.schema import CURRENT, SCHEMA_HEADER, STATUS_HEADER
+from tests.fakes.unix_server import serving
 
 MATCH: Mapping[str, str] = {SCHEMA_HEADER: str(CURRENT), STATUS_HEADER: "match"}
 
@@ -64,7 +66,8 @@ class FakeVmm:
         return web.Response(body=reply.SerializeToString())
 
     async def gpu_info(self, request: web.Request) -> web.Response:
-        guest = self.guest(Id.FromString(await request.read()).id)
+        body = await request.read()
+        guest = self.guest(json.loads(body)["id"] if "json" in request.query else Id.FromString(body).id)
         if guest is None or guest.vm.status != "running":
             return web.Response(status=404)
         guest.calls += 1
@@ -77,10 +80,5 @@ class FakeVmm:
         app = web.Application()
         app.router.add_post("/prpc/Status", self.status)
         app.router.add_post("/guest/GpuInfo", self.gpu_info)
-        runner = web.AppRunner(app, shutdown_timeout=0.1)
-        await runner.setup()
-        await web.UnixSite(runner, str(socket)).start()
-        try:
+        async with serving(app, socket):
             yield self
-        finally:
-            await runner.cleanup()
