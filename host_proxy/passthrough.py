@@ -7,12 +7,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
-from gpuwire.errors import BadReply, MethodNotAllowed, NotRunning, SchemaMismatch, UnknownMethod
+from gpuwire.address import Address
+from gpuwire.errors import BadReply, MethodNotAllowed, SchemaMismatch, UnknownMethod
 from gpuwire.http_client import HttpClient, HttpReply
+from gpuwire.jsonshape import to_json
 from gpuwire.pb.vmm_pb2 import Id
 from gpuwire.prpc import Call, Reply, decode
 from gpuwire.schema import CURRENT, SCHEMA_HEADER, STATUS_HEADER, Policy, Unversioned, judge
+from host_proxy.sources import Fleet
+from host_proxy.upstream import Upstream
 from host_proxy.vms import Vm
 
 log = logging.getLogger(__name__)
@@ -21,57 +26,86 @@ GUEST_METHODS = ("Info", "SysInfo", "GpuInfo", "NetworkInfo", "ListContainers", 
 MAX_SCHEMA_HEADER = 64
 
 
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What may pass: `methods` by name; a guest has `timeout_s` for a whole exchange."""
+
+    policy: Policy
+    unversioned: Unversioned
+    methods: frozenset[str]
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """What became known of a guest's schema in one reply; `schema` is None where it named none."""
+
+    vm_id: str
+    verdict: str
+    schema: str | None
+
+
 class PassThrough:
-    """Calls guests for clients. `methods` are the calls that may pass; a guest has `timeout_s` for the whole exchange."""
+    """Calls guests for clients. A VM without an address of its own is reached through the upstream VMM."""
 
     def __init__(
         self,
         client: HttpClient,
-        vms: Callable[[], Mapping[str, Vm]],
-        *,
-        policy: Policy,
-        unversioned: Unversioned,
-        methods: frozenset[str],
-        timeout_s: float,
+        fleet: Callable[[], Fleet],
+        rules: Rules,
+        upstream: Upstream | None = None,
+        note: Callable[[Judged], None] = lambda _judged: None,
     ) -> None:
         self._client = client
-        self._vms = vms
-        self._policy = policy
-        self._unversioned = unversioned
-        self._methods = methods
-        self._timeout_s = timeout_s
+        self._fleet = fleet
+        self._rules = rules
+        self._upstream = upstream
+        self._note = note
 
-    async def relay(self, call: Call) -> Reply:
-        """The guest's reply, byte for byte, whatever its status; raises TelemetryError, for a schema that may not pass too."""
-        vm = self._address(call)
-        # As a dstack VMM calls a guest: POST, `null` as JSON for an empty input.
-        target, body = (f"/api/{call.method}?json", b"null") if call.json else (f"/api/{call.method}", b"")
-        headers = {SCHEMA_HEADER: str(CURRENT)}
-        reply = await self._client.exchange(vm.guest, "POST", target, headers, body, deadline_s=self._timeout_s)
+    async def relay(self, call: Call, timeout_s: float | None = None) -> Reply:
+        """The guest's reply, byte for byte, whatever its status; raises TelemetryError, for a schema that may not pass too.
+
+        `timeout_s` shortens the guest's time.
+        """
+        self._require_allowed(call)
+        vm = self._fleet().find(decode(call, Id).id)
+        deadline_s = self._rules.timeout_s if timeout_s is None else min(timeout_s, self._rules.timeout_s)
+        address, target, headers, body = self._route(call, vm)
+        reply = await self._client.exchange(address, "POST", target, headers, body, deadline_s=deadline_s)
         return self._checked(call, vm, reply)
 
-    def _address(self, call: Call) -> Vm:
+    def _require_allowed(self, call: Call) -> None:
         if call.method not in GUEST_METHODS:
             raise UnknownMethod(f"{call.method}; known are {', '.join(GUEST_METHODS)}")
-        if call.method not in self._methods:
+        if call.method not in self._rules.methods:
             raise MethodNotAllowed(f"{call.method}; --methods names those that are")
         if call.method == "Shutdown" and call.get:
             raise MethodNotAllowed("Shutdown by GET; use POST")
-        vm_id = decode(call, Id).id
-        vm = self._vms().get(vm_id)
-        if vm is None:
-            raise NotRunning(repr(vm_id[:128]))
-        return vm
+
+    def _route(self, call: Call, vm: Vm) -> tuple[Address, str, Mapping[str, str], bytes]:
+        """Where the call goes: address, request target, headers, body."""
+        form = "?json" if call.json else ""
+        headers = {SCHEMA_HEADER: str(CURRENT)}
+        if vm.guest is not None:
+            # As a dstack VMM calls a guest: POST, `null` as JSON for an empty input.
+            return vm.guest, f"/api/{call.method}{form}", headers, b"null" if call.json else b""
+        assert self._upstream is not None, "only an upstream names VMs without an address"
+        if self._upstream.token:
+            headers["Authorization"] = f"Bearer {self._upstream.token}"
+        vm_id = Id(id=vm.id)
+        body = to_json(vm_id) if call.json else vm_id.SerializeToString()
+        return self._upstream.address, f"/guest/{call.method}{form}", headers, body
 
     def _checked(self, call: Call, vm: Vm, reply: HttpReply) -> Reply:
         named = reply.headers.get(SCHEMA_HEADER.lower())
-        verdict = judge(named, self._policy, self._unversioned)
+        verdict = judge(named, self._rules.policy, self._rules.unversioned)
         headers = {STATUS_HEADER: verdict.status}
         if named is not None:
-            headers[SCHEMA_HEADER] = "".join(c for c in named[:MAX_SCHEMA_HEADER] if c.isascii() and c.isprintable())
+            named = headers[SCHEMA_HEADER] = "".join(c for c in named[:MAX_SCHEMA_HEADER] if c.isascii() and c.isprintable())
+        self._note(Judged(vm.id, verdict.status, named))
         if verdict.refusal:
             log.warning("refused: vm=%s method=%s verdict=%s", vm.id, call.method, verdict.status)
             raise SchemaMismatch(verdict.refusal, headers=headers)
         if reply.status != 200 and not 400 <= reply.status <= 599:
-            raise BadReply(f"{vm.guest}: unexpected status {reply.status}", headers=headers)
+            raise BadReply(f"{vm.id}: unexpected status {reply.status}", headers=headers)
         return Reply(reply.status, reply.body, call.content_type, headers)

@@ -6,17 +6,30 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gpuwire.address import Address
-from gpuwire.schema import Policy, Unversioned
+from host_proxy.passthrough import Rules
+from host_proxy.upstream import Upstream
+
+
+@dataclass(frozen=True, slots=True)
+class SourceSettings:
+    """Where VMs are known from: at least one of the three."""
+
+    vms: Path | None
+    qemu: bool
+    upstream: Upstream | None
+    guest_port: int
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """`guest_timeout` in seconds, `max_reply` in bytes, `methods` the guest calls that are passed on."""
+    """`max_reply` in bytes. Tokens and `tls` (certificate, key) are for TCP listeners, mode and group for Unix sockets."""
 
     listen: tuple[Address, ...]
-    vms: Path
-    schema_policy: Policy
-    unversioned: Unversioned
-    methods: frozenset[str]
-    guest_timeout: float
+    grpc: Address | None
+    sources: SourceSettings
+    rules: Rules
     max_reply: int
+    token_file: Path | None
+    tls: tuple[Path, Path] | None
+    socket_mode: int
+    socket_group: str | None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from importlib.metadata import version
 
 from gpuwire.bdf import Bdf
@@ -10,13 +10,16 @@ from gpuwire.pb.vmm_pb2 import (
     AttachedGpu,
     GetInfoResponse,
     GpuConfig,
+    GpuInfo,
     GpuSpec,
+    ListGpusResponse,
     StatusRequest,
     StatusResponse,
     VersionResponse,
     VmConfiguration,
     VmInfo,
 )
+from host_proxy.host_cards import HostCard
 from host_proxy.vms import Vm
 
 
@@ -41,7 +44,7 @@ def own_version() -> VersionResponse:
 
 def vm_info(vm: Vm, *, brief: bool = False) -> VmInfo:
     """Without `configuration` and cards where `brief`, as dstack does."""
-    info = VmInfo(id=vm.id, name=vm.name, status="running", app_id=vm.app_id)
+    info = VmInfo(id=vm.id, name=vm.name, status=vm.status, app_id=vm.app_id)
     if vm.instance_id:
         info.instance_id = vm.instance_id
     if not brief:
@@ -51,12 +54,22 @@ def vm_info(vm: Vm, *, brief: bool = False) -> VmInfo:
 
 
 def attached_gpus(vm: Vm) -> list[AttachedGpu]:
-    """In ascending order of guest address. Without a map the attach order stands for it, unless NUMA buses reorder it."""
-    if vm.pci_map:
-        return [AttachedGpu(host_bdf=str(host), guest_bdf=str(guest), source="declared") for guest, host in vm.pci_map]
-    if vm.hugepages:
-        return []
-    return [AttachedGpu(host_bdf=str(host), source="order") for host in vm.gpus or ()]
+    """In ascending order of guest address; none where that order is not known."""
+    return [
+        AttachedGpu(host_bdf=str(card.host), guest_bdf=str(card.guest or ""), source=card.source)
+        for card in vm.attached
+        if card.source
+    ]
+
+
+def list_gpus(cards: Iterable[HostCard]) -> ListGpusResponse:
+    """The host's own inventory. Attaching is not ours to allow."""
+    return ListGpusResponse(
+        gpus=[
+            GpuInfo(slot=slot(card.bdf), product_id=card.product_id, description=card.description, is_free=card.is_free)
+            for card in cards
+        ]
+    )
 
 
 def _configuration(vm: Vm) -> VmConfiguration:
@@ -64,11 +77,11 @@ def _configuration(vm: Vm) -> VmConfiguration:
     if vm.app_id:
         configuration.app_id = vm.app_id
     if vm.gpus is not None:
-        configuration.gpus.CopyFrom(GpuConfig(gpus=[GpuSpec(slot=_slot(bdf)) for bdf in vm.gpus], attach_mode="listed"))
+        configuration.gpus.CopyFrom(GpuConfig(gpus=[GpuSpec(slot=slot(bdf)) for bdf in vm.gpus], attach_mode="listed"))
     return configuration
 
 
-def _slot(bdf: Bdf) -> str:
+def slot(bdf: Bdf) -> str:
     """As lspci prints it: without the domain when that is 0."""
     return str(bdf).removeprefix("0000:")
 

@@ -12,24 +12,47 @@ from typing import Any
 from gpuwire.address import Address, parse_address
 from gpuwire.bdf import Bdf
 from gpuwire.errors import StartError
+from gpuwire.placement import AttachedCard
 
 log = logging.getLogger(__name__)
 
+RUNNING = "running"
 KEYS = ("id", "name", "app_id", "instance_id", "guest", "gpus", "pci_map", "hugepages")
 
 
 @dataclass(frozen=True, slots=True)
+class CardPort:
+    """What a host card is plugged into: QEMU's root bus, its number, and the root port's address on it; None: not known."""
+
+    host: Bdf
+    root_bus: str
+    root_bus_number: int | None
+    root_port: str | None
+
+
+@dataclass(frozen=True, slots=True)
 class Vm:
-    """`gpus` are host addresses in attach order, None when not stated; `pci_map` is guest to host, exact."""
+    """What a source says of one VM; merged, what all of them say.
+
+    `guest` is None where only the upstream VMM reaches it. `gpus` are host addresses in attach order, None when nobody says;
+    `attached` are the same cards in ascending order of the guest addresses that they must get, as far as that is known.
+    `ports` is where they are plugged in, `order_doubt` why their order cannot be told from that. `conflict` is set where the
+    source contradicts itself about this VM, and says how.
+    """
 
     id: str
-    guest: Address
+    guest: Address | None = None
     name: str = ""
     app_id: str = ""
     instance_id: str = ""
+    status: str = RUNNING
     gpus: tuple[Bdf, ...] | None = None
-    pci_map: tuple[tuple[Bdf, Bdf], ...] = ()
+    attached: tuple[AttachedCard, ...] = ()
     hugepages: bool = False
+    sources: tuple[str, ...] = ()
+    ports: tuple[CardPort, ...] = ()
+    order_doubt: str = ""
+    conflict: str = ""
 
 
 def parse_vms(text: str) -> dict[str, Vm]:
@@ -71,8 +94,16 @@ def _parse_vm(entry: Mapping[str, Any]) -> Vm:
         raise ValueError("gpus names a card twice")
     if len(set(hosts)) != len(hosts) or not set(hosts) <= set(gpus or ()):
         raise ValueError("pci_map names a host card twice, or one that gpus does not list")
-    guest = parse_address(texts.pop("guest"))
-    return Vm(guest=guest, gpus=gpus, pci_map=pci_map, hugepages=_typed(entry, "hugepages", bool, False), **texts)
+    hugepages = _typed(entry, "hugepages", bool, False)
+    attached = tuple(AttachedCard(host, guest, "declared") for guest, host in pci_map) or in_attach_order(gpus or (), hugepages)
+    return Vm(
+        guest=parse_address(texts.pop("guest")), gpus=gpus, attached=attached, hugepages=hugepages, sources=("vms",), **texts
+    )
+
+
+def in_attach_order(gpus: Iterable[Bdf], hugepages: bool) -> tuple[AttachedCard, ...]:
+    """Cards of which only the order is known; with hugepages NUMA buses may come in another, so it says nothing."""
+    return tuple(AttachedCard(host, None, "" if hugepages else "order") for host in gpus)
 
 
 def _typed(entry: Mapping[str, Any], key: str, kind: type, default: Any) -> Any:
@@ -101,9 +132,12 @@ def _refuse_twice(vm: Vm, others: Iterable[Vm]) -> None:
 class VmsFile:
     """The file's VMs, read again when it changes. A broken edit keeps the last good one and is logged once."""
 
+    name = "vms"
+
     def __init__(self, path: Path) -> None:
         """Raises StartError where the file cannot be used."""
         self._path = path
+        self.problem = ""
         self._stamp = self._read_stamp()
         try:
             self._vms = parse_vms(path.read_text())
@@ -120,8 +154,10 @@ class VmsFile:
         try:
             self._vms = parse_vms(self._path.read_text())
         except (OSError, ValueError) as error:
+            self.problem = f"{self._path} is broken, the last good one stays: {error}"
             log.warning("vms file is broken, the last good one stays: file=%s reason=%s", self._path, error)
         else:
+            self.problem = ""
             log.info("vms file read again: file=%s vms=%d", self._path, len(self._vms))
 
     def _read_stamp(self) -> tuple[int, int, int] | None:

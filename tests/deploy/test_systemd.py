@@ -30,8 +30,9 @@ def test_the_units_are_sound(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_the_agent_is_exposed_as_little_as_noted() -> None:
-    unit = str(UNITS / "gpu-guest-agent.service")
+@pytest.mark.parametrize("name", ["gpu-guest-agent", "gpu-host-proxy"])
+def test_a_service_is_exposed_as_little_as_noted(name: str) -> None:
+    unit = str(UNITS / f"{name}.service")
     command = [program_or_skip("systemd-analyze"), "security", "--offline=true", "--threshold=20", unit]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
 

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import pytest
@@ -14,9 +15,12 @@ from gpuwire import service
 from gpuwire.address import UnixAddress
 from gpuwire.http_client import HttpClient
 from gpuwire.schema import Policy, Unversioned
-from host_proxy.app import vmm_socket
-from host_proxy.passthrough import GUEST_METHODS, PassThrough
-from host_proxy.vms import VmsFile
+from host_proxy.app import Proxy as ProxyApp
+from host_proxy.app import open_sources
+from host_proxy.metrics import ProxyMetrics
+from host_proxy.passthrough import GUEST_METHODS, PassThrough, Rules
+from host_proxy.settings import SourceSettings
+from host_proxy.upstream import Upstream
 from tests.fakes.guest import FakeGuest
 
 VMS = """
@@ -39,13 +43,8 @@ guest = "unix:{folder}/nobody.sock"
 """
 
 
-@dataclass(frozen=True)
-class Rules:
-    policy: Policy = Policy.LOCKSTEP
-    unversioned: Unversioned = Unversioned.DENY
-    methods: frozenset[str] = frozenset(GUEST_METHODS) - {"Shutdown"}
-    timeout_s: float = 5
-    max_reply: int = 1_000_000
+RULES = Rules(Policy.LOCKSTEP, Unversioned.DENY, frozenset(GUEST_METHODS) - {"Shutdown"}, timeout_s=5)
+MAX_REPLY = 1_000_000
 
 
 @dataclass
@@ -57,22 +56,16 @@ class Proxy:
     stack: AsyncExitStack
     guests: dict[str, FakeGuest] = field(default_factory=dict)
 
-    async def start(self, **rules: object) -> None:
-        r = replace(Rules(), **rules)  # type: ignore[arg-type]
-        client = HttpClient(max_reply=r.max_reply)
+    async def start(self, *, max_reply: int = MAX_REPLY, upstream: Upstream | None = None, **rules: Any) -> None:
+        """`rules` are those that differ from RULES."""
+        client = HttpClient(max_reply=max_reply)
         self.stack.push_async_callback(client.close)
-        vms = VmsFile(self.folder / "vms.toml")
-        relay = PassThrough(
-            client,
-            vms.current,
-            policy=r.policy,
-            unversioned=r.unversioned,
-            methods=r.methods,
-            timeout_s=r.timeout_s,
-        )
-        await self.stack.enter_async_context(
-            service.http_server(vmm_socket(relay, vms.current), UnixAddress(str(self.folder / "vmm.sock")))
-        )
+        settings = SourceSettings(self.folder / "vms.toml", qemu=False, upstream=upstream, guest_port=8000)
+        sources, vmm = await open_sources(settings, self.stack)
+        metrics = ProxyMetrics(sources, client)
+        passthrough = PassThrough(client, sources.fleet, replace(RULES, **rules), upstream, metrics.count_verdict)
+        app = ProxyApp(sources, passthrough, metrics, vmm).web_app()
+        await self.stack.enter_async_context(service.http_server(app, UnixAddress(str(self.folder / "vmm.sock"))))
 
     async def call(
         self, target: str, body: bytes | None = None, *, http_method: str = "POST", content_type: str | None = None

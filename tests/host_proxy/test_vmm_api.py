@@ -6,7 +6,6 @@ import json
 
 import pytest
 
-from gpuwire.bdf import Bdf
 from gpuwire.pb.vmm_pb2 import Id, StatusRequest, StatusResponse
 from host_proxy import vmm_api
 from host_proxy.vms import Vm, parse_vms
@@ -85,15 +84,12 @@ def test_a_brief_status_has_no_configuration() -> None:
 
 
 def test_attached_cards_by_map_by_order_or_by_neither() -> None:
-    hosts = (Bdf.parse("3b:00.0"), Bdf.parse("19:00.0"))
-    guest = Bdf.parse("01:00.0")
-    address = FLEET[0].guest
+    entry = '[[vm]]\nid = "a"\nguest = "h:1"\ngpus = ["3b:00.0", "19:00.0"]\n'
 
-    def attached(vm: Vm) -> list[tuple[str, str, str]]:
+    def attached(more: str = "") -> list[tuple[str, str, str]]:
+        vm = parse_vms(entry + more)["a"]
         return [(card.host_bdf, card.guest_bdf, card.source) for card in vmm_api.attached_gpus(vm)]
 
-    assert attached(Vm("a", address, gpus=hosts)) == [("0000:3b:00.0", "", "order"), ("0000:19:00.0", "", "order")]
-    assert attached(Vm("a", address, gpus=hosts, hugepages=True)) == []
-    assert attached(Vm("a", address, gpus=hosts, pci_map=((guest, hosts[1]),))) == [
-        ("0000:19:00.0", "0000:01:00.0", "declared")
-    ]
+    assert attached() == [("0000:3b:00.0", "", "order"), ("0000:19:00.0", "", "order")]
+    assert attached("hugepages = true") == []
+    assert attached('pci_map = {"01:00.0" = "19:00.0"}') == [("0000:19:00.0", "0000:01:00.0", "declared")]

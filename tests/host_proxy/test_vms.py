@@ -10,6 +10,7 @@ import pytest
 from gpuwire.address import UnixAddress, VsockAddress
 from gpuwire.bdf import Bdf
 from gpuwire.errors import StartError
+from gpuwire.placement import AttachedCard
 from host_proxy.vms import Vm, VmsFile, parse_vms
 
 GOOD = """
@@ -39,10 +40,14 @@ def test_every_key_is_read() -> None:
             app_id="a1",
             instance_id="b2",
             gpus=(b("3b:00.0"), b("19:00.0")),
-            pci_map=((b("01:00.0"), b("19:00.0")), (b("02:00.0"), b("3b:00.0"))),
+            attached=(
+                AttachedCard(b("19:00.0"), b("01:00.0"), "declared"),
+                AttachedCard(b("3b:00.0"), b("02:00.0"), "declared"),
+            ),
             hugepages=True,
+            sources=("vms",),
         ),
-        Vm(id="vm-2", guest=UnixAddress("/run/guest-2.sock")),
+        Vm(id="vm-2", guest=UnixAddress("/run/guest-2.sock"), sources=("vms",)),
     ]
 
 

@@ -1,0 +1,159 @@
+"""A dstack VMM behind the proxy: its list of VMs as a source, and its own calls passed on untouched."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import aiohttp
+from aiohttp import web
+
+from gpuwire.address import Address, TcpAddress, UnixAddress, UrlAddress
+from gpuwire.bdf import Bdf
+from gpuwire.errors import BadReply, TelemetryError, Unreachable
+from gpuwire.pb.vmm_pb2 import VmInfo
+from gpuwire.placement import AttachedCard
+from gpuwire.vmm_list import MAX_STATUS_BYTES, STATUS_TARGET, list_vms
+from host_proxy.vms import Vm, in_attach_order
+
+log = logging.getLogger(__name__)
+
+REFRESH_S = 1.5
+LIST_DEADLINE_S = 10.0
+# Of one connection; they are the server's and ours to set anew. Source: RFC 9110, section 7.6.1.
+HOP_BY_HOP = frozenset(
+    ("connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "te", "trailer", "transfer-encoding", "upgrade")
+) | {"host", "content-length"}
+
+
+@dataclass(frozen=True, slots=True)
+class Upstream:
+    """`token` is sent with calls of our own; a client's calls carry the client's."""
+
+    address: Address
+    token: str = ""
+
+
+class UpstreamVmm:
+    """Asks the VMM for its list again and again; what it said last stays while it is away."""
+
+    name = "upstream"
+
+    def __init__(self, upstream: Upstream, session: aiohttp.ClientSession) -> None:
+        self._upstream = upstream
+        self._session = session
+        self._base = _base_url(upstream.address)
+        self._vms: Mapping[str, Vm] = {}
+        self.problem = f"{upstream.address}: not asked yet"
+
+    def current(self) -> Mapping[str, Vm]:
+        return self._vms
+
+    async def run(self) -> None:
+        """Refreshes for ever."""
+        while True:
+            await self.refresh()
+            await asyncio.sleep(REFRESH_S)
+
+    async def refresh(self) -> None:
+        try:
+            async with asyncio.timeout(LIST_DEADLINE_S):
+                vms = {info.id: vm_of(info) for info in await list_vms(self._ask_status, str(self._upstream.address))}
+        except (TelemetryError, TimeoutError) as error:
+            problem = str(error) or f"{self._upstream.address}: no complete list within {LIST_DEADLINE_S:g} s"
+            if not self.problem or "not asked yet" in self.problem:
+                log.warning("upstream is away: reason=%s", problem)
+            self.problem = problem
+            return
+        if self.problem:
+            log.info("upstream answers: address=%s vms=%d", self._upstream.address, len(vms))
+        self.problem = ""
+        if vms != self._vms:
+            self._vms = vms
+
+    async def relay(self, request: web.Request) -> web.StreamResponse:
+        """Passes a VMM call on and its reply back as it comes, whatever it is; raises Unreachable."""
+        headers = {name: value for name, value in request.headers.items() if name.lower() not in HOP_BY_HOP}
+        body = await request.read() if request.body_exists else None
+        try:
+            async with self._session.request(
+                request.method, self._base + request.path_qs, data=body, headers=headers, allow_redirects=False
+            ) as reply:
+                kept = [(name, value) for name, value in reply.headers.items() if name.lower() not in HOP_BY_HOP]
+                response = web.StreamResponse(status=reply.status, reason=reply.reason, headers=dict(kept))
+                if reply.content_length is not None:
+                    response.content_length = reply.content_length
+                await response.prepare(request)
+                async for chunk in reply.content.iter_any():
+                    await response.write(chunk)
+                await response.write_eof()
+                return response
+        except aiohttp.ClientError as error:
+            raise Unreachable(f"{self._upstream.address}: {_reason(error)}") from None
+
+    async def _ask_status(self, request: bytes) -> tuple[int, bytes]:
+        headers = {"Authorization": f"Bearer {self._upstream.token}"} if self._upstream.token else {}
+        try:
+            async with self._session.post(
+                self._base + STATUS_TARGET, data=request, headers=headers, allow_redirects=False
+            ) as reply:
+                body = bytearray()
+                async for chunk in reply.content.iter_any():
+                    body += chunk
+                    if len(body) > MAX_STATUS_BYTES:
+                        raise BadReply(f"{self._upstream.address}: Status is larger than {MAX_STATUS_BYTES} bytes")
+                return reply.status, bytes(body)
+        except aiohttp.ClientError as error:
+            raise Unreachable(f"{self._upstream.address}: {_reason(error)}") from None
+
+
+@asynccontextmanager
+async def upstream_session(address: Address) -> AsyncIterator[aiohttp.ClientSession]:
+    """A client for this VMM alone: no proxy from the environment, replies left as they are encoded."""
+    connector: aiohttp.BaseConnector = (
+        aiohttp.UnixConnector(address.path) if isinstance(address, UnixAddress) else aiohttp.TCPConnector()
+    )
+    timeout = aiohttp.ClientTimeout(total=None, sock_connect=5, sock_read=60)
+    async with aiohttp.ClientSession(connector=connector, timeout=timeout, auto_decompress=False) as session:
+        yield session
+
+
+def vm_of(info: VmInfo) -> Vm:
+    """What the VMM says of one VM. Its own proxy's attached_gpus are surer than the attach order."""
+    hugepages = info.configuration.hugepages
+    slots = [bdf for gpu in info.configuration.gpus.gpus if (bdf := Bdf.parse_or_none(gpu.slot))]
+    known = info.configuration.HasField("gpus") and (slots or info.configuration.gpus.attach_mode != "all")
+    attached = tuple(
+        AttachedCard(host, Bdf.parse_or_none(card.guest_bdf), card.source)
+        for card in info.attached_gpus
+        if (host := Bdf.parse_or_none(card.host_bdf))
+    )
+    return Vm(
+        id=info.id,
+        name=info.name,
+        app_id=info.app_id,
+        instance_id=info.instance_id,
+        status=info.status,
+        gpus=tuple(slots) if known else None,
+        attached=attached or in_attach_order(slots, hugepages),
+        hugepages=hugepages,
+        sources=("upstream",),
+    )
+
+
+def _base_url(address: Address) -> str:
+    match address:
+        case UnixAddress():
+            return "http://localhost"
+        case TcpAddress():
+            return f"http://{address}"
+        case UrlAddress():
+            return str(address)
+    raise ValueError(f"{address} cannot be a VMM's")
+
+
+def _reason(error: aiohttp.ClientError) -> str:
+    return (error.strerror if isinstance(error, OSError) and error.strerror else "") or " ".join(str(error).split())

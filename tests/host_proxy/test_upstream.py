@@ -1,0 +1,151 @@
+"""In front of a VMM: its list as a source, its own calls untouched, guests reached through it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from aiohttp import web
+
+from gpuwire.address import UnixAddress
+from gpuwire.bdf import Bdf
+from gpuwire.pb.vmm_pb2 import AttachedGpu, Id, VmInfo
+from gpuwire.placement import AttachedCard
+from gpuwire.schema import Unversioned
+from host_proxy.upstream import REFRESH_S, Upstream, vm_of
+from host_proxy.vms import Vm
+from tests.fakes.vmm import FakeVmm, Guest, running_vm
+from tests.host_proxy.conftest import Proxy
+
+
+@pytest.fixture
+async def vmm(short_dir: Path) -> AsyncIterator[FakeVmm]:
+    guests = [
+        Guest(running_vm("vm-1", ["19:00.0"]), lambda: b"by the VMM, not by the guest's own address"),
+        Guest(running_vm("vm-3", ["5d:00.0"]), lambda: b"guest 3", headers={}),
+        *(Guest(running_vm(f"vm-many-{n}")) for n in range(120)),
+    ]
+    async with FakeVmm(guests).serving(short_dir / "upstream.sock") as fake:
+        yield fake
+
+
+def upstream(proxy: Proxy, token: str = "") -> Upstream:
+    return Upstream(UnixAddress(str(proxy.folder / "upstream.sock")), token)
+
+
+async def test_a_vm_without_an_address_of_its_own_is_reached_through_the_vmm(proxy: Proxy, vmm: FakeVmm) -> None:
+    await proxy.start(upstream=upstream(proxy), unversioned=Unversioned.ALLOW)
+
+    status, body, headers = await proxy.call("/guest/GpuInfo", Id(id="vm-3").SerializeToString())
+
+    assert (status, body) == (200, b"guest 3")
+    assert headers["X-Guest-Api-Schema-Status"] == "unversioned"
+    assert vmm.guests[1].calls == 1
+
+
+@pytest.mark.usefixtures("vmm")
+async def test_a_dstack_guest_is_refused_by_default_with_what_would_let_it_pass(proxy: Proxy) -> None:
+    await proxy.start(upstream=upstream(proxy))
+
+    status, body, _ = await proxy.call("/guest/GpuInfo?json", b'{"id": "vm-3"}')
+
+    assert status == 409
+    assert "--unversioned allow" in json.loads(body)["error"]
+
+
+async def test_a_vm_with_an_address_is_asked_there(proxy: Proxy, vmm: FakeVmm) -> None:
+    await proxy.start(upstream=upstream(proxy))
+
+    assert (await proxy.call("/guest/GpuInfo", Id(id="vm-1").SerializeToString()))[1] == b"guest 1"
+    assert vmm.guests[0].calls == 0
+
+
+async def test_the_vmms_own_calls_pass_untouched(proxy: Proxy, vmm: FakeVmm) -> None:
+    await proxy.start(upstream=upstream(proxy))
+    vmm.status_reply = web.Response(status=418, body=b"\x00any bytes \xff" * 100_000)
+
+    status, body, _ = await proxy.call("/prpc/Status?json", b"{}")
+
+    assert (status, body) == (418, b"\x00any bytes \xff" * 100_000)
+    assert (await proxy.call("/prpc/Elsewhere", b""))[0] == 404
+
+
+async def test_a_clients_token_goes_with_its_call(proxy: Proxy, short_dir: Path) -> None:
+    seen: list[str] = []
+
+    async def echo(request: web.Request) -> web.Response:
+        seen.append(request.headers.get("Authorization", "none"))
+        return web.Response(text=request.path_qs, headers={"X-Of-The-Vmm": "kept"})
+
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", echo)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.UnixSite(runner, str(short_dir / "upstream.sock")).start()
+    await proxy.start(upstream=upstream(proxy, token="ours"))
+
+    async with proxy.session.get("http://proxy/prpc/Version?x=1", headers={"Authorization": "Bearer theirs"}) as reply:
+        assert (await reply.text(), reply.headers["X-Of-The-Vmm"]) == ("/prpc/Version?x=1", "kept")
+    assert set(seen) == {"Bearer ours", "Bearer theirs"}
+    await runner.cleanup()
+
+
+async def test_a_vm_that_stops_is_gone_soon_after_and_one_that_starts_is_there(proxy: Proxy, vmm: FakeVmm) -> None:
+    await proxy.start(upstream=upstream(proxy), unversioned=Unversioned.ALLOW)
+    vmm.guests[1].vm.status = "stopped"
+    vmm.guests.append(Guest(running_vm("vm-new"), lambda: b"new"))
+
+    async with asyncio.timeout(REFRESH_S + 2):
+        while (await proxy.call("/guest/GpuInfo?id=vm-3", http_method="GET"))[0] != 404:
+            await asyncio.sleep(0.05)
+    assert (await proxy.call("/guest/GpuInfo?id=vm-new", http_method="GET"))[:2] == (200, b"new")
+
+
+async def test_a_vmm_that_is_away_keeps_its_vms_and_says_so(proxy: Proxy, short_dir: Path) -> None:
+    async with FakeVmm([Guest(running_vm("vm-3"))]).serving(short_dir / "upstream.sock"):
+        await proxy.start(upstream=upstream(proxy))
+    async with asyncio.timeout(REFRESH_S + 2):
+        while json.loads((await proxy.call("/healthz", http_method="GET"))[1])["status"] == "ok":
+            await asyncio.sleep(0.05)
+
+    assert (await proxy.call("/guest/GpuInfo?id=vm-3", http_method="GET"))[0] == 502
+    assert (await proxy.call("/prpc/Status?json", b"{}"))[0] == 502
+    assert (await proxy.call("/sd", http_method="GET"))[0] == 503
+    assert (await proxy.call("/guest/GpuInfo?id=vm-1", http_method="GET"))[:2] == (200, b"guest 1")
+
+
+@pytest.mark.parametrize(
+    ("info", "gpus", "attached"),
+    [
+        (VmInfo(), None, ()),
+        (running_vm("a", []), (), ()),
+        (running_vm("a", ["19:00.0", "nonsense"]), ("19:00.0",), (("19:00.0", None, "order"),)),
+        (
+            running_vm(
+                "a",
+                ["19:00.0"],
+                attached_gpus=[AttachedGpu(host_bdf="0000:19:00.0", guest_bdf="0000:01:00.0", source="qmp")],
+            ),
+            ("19:00.0",),
+            (("19:00.0", "01:00.0", "qmp"),),
+        ),
+    ],
+)
+def test_what_a_vmm_says_of_a_vm(
+    info: VmInfo, gpus: tuple[str, ...] | None, attached: tuple[tuple[str, str | None, str], ...]
+) -> None:
+    found: Vm = vm_of(info)
+
+    assert found.gpus == (None if gpus is None else tuple(map(Bdf.parse, gpus)))
+    assert found.attached == tuple(
+        AttachedCard(Bdf.parse(host), Bdf.parse(guest) if guest else None, source) for host, guest, source in attached
+    )
+
+
+def test_all_with_an_empty_list_is_unknown() -> None:
+    info = running_vm("a", [])
+    info.configuration.gpus.attach_mode = "all"
+    assert vm_of(info).gpus is None
