@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import json
 import os
 import shlex
@@ -151,8 +152,16 @@ def planned_cvms() -> list[SimulatedCvm]:
 
 
 def empty_data() -> None:
-    shutil.rmtree(DATA, ignore_errors=True)
-    DATA.mkdir()
+    """Raises RuntimeError where another demo runs in this folder."""
+    DATA.mkdir(exist_ok=True)
+    lock = os.open(DATA / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC)  # held until the process ends
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise RuntimeError(f"another demo runs in this folder: it holds {DATA}/lock") from None
+    for old in DATA.iterdir():
+        if old.name != "lock":
+            old.unlink()
 
 
 def free_port(wanted: int) -> int:
@@ -188,7 +197,7 @@ Ctrl-C ends everything.
 
 async def main() -> int:
     stop = asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     with tempfile.TemporaryDirectory(prefix="gpu-demo-") as work:
         try:

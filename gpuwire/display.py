@@ -6,6 +6,11 @@ ABSENT = "–"
 GIB = 2**30
 
 
+def one_line(text: str) -> str:
+    """`text` for a log or a terminal: what is not printable, a line's end or an escape, is shown as Python writes it."""
+    return text if text.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
 def percent(value: int | None) -> str:
     return ABSENT if value is None else f"{value} %"
 

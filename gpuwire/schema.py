@@ -38,7 +38,7 @@ CURRENT = Schema(1, "c50b7a7d6b82a6fa")
 
 def parse_schema(text: str) -> Schema | None:
     """The value of X-Guest-Api-Schema; None when malformed (0 is a valid, low version)."""
-    match = re.fullmatch(r"([0-9]{1,10});([0-9a-f]{16})", text)
+    match = re.fullmatch(r"(0|[1-9][0-9]{0,9});([0-9a-f]{16})", text)
     return None if match is None else Schema(int(match[1]), match[2])
 
 

@@ -7,6 +7,7 @@ import ipaddress
 import logging
 import os
 import signal
+import socket
 import ssl
 import sys
 import time
@@ -15,13 +16,15 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Itera
 from contextlib import asynccontextmanager, contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, cast
 
 import click
 import sdnotify
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError, PayloadEncodingError
 
 from gpuwire.address import Address, TcpAddress, parse_address
+from gpuwire.display import one_line
 from gpuwire.errors import Malformed, MethodNotAllowed, StartError, TelemetryError, TooLarge
 from gpuwire.prpc import MAX_REQUEST_BYTES, Call, Reply, refuse, wants_json
 from gpuwire.schema import Policy, Unversioned
@@ -30,6 +33,10 @@ from gpuwire.transport import SocketAccess, inherited_socket, listen_socket, rem
 log = logging.getLogger(__name__)
 
 SHUTDOWN_TIMEOUT_S = 2.0
+ACCEPT_RETRY_S = 1.0
+MAX_CONNECTIONS = 400  # of one listener; two of them and their work stay below the usual limit of 1024 open files
+MAX_LINE = 4096
+MAX_SECONDS = 1e9
 Handler = Callable[[Call], Awaitable[Reply]]
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., None])
@@ -60,9 +67,15 @@ class SecondsParam(click.ParamType):  # type: ignore[type-arg]
             seconds = float(value)
         except (TypeError, ValueError):
             seconds = -1.0
-        if not 0 < seconds < 1e9 or isinstance(value, bool):
-            self.fail(f"{value!r} is not a number of seconds above 0", param, ctx)
+        if not 0 < seconds < MAX_SECONDS or isinstance(value, bool):
+            self.fail(f"{value!r} is not a number of seconds above 0 and below {MAX_SECONDS:g}", param, ctx)
         return seconds
+
+
+class PathParam(click.Path):
+    """A path; several in one environment variable are separated by blanks, as for every other flag, not by colons."""
+
+    envvar_list_splitter = None  # type: ignore[assignment]
 
 
 ADDRESS = AddressParam()
@@ -108,7 +121,7 @@ def schema_options(*, unversioned: Unversioned) -> Callable[[F], F]:
     return declare
 
 
-def command(group: click.Group, name: str, *, env: str) -> Callable[[Callable[..., None]], click.Command]:
+def command(group: click.Group, name: str, *, env: str, log_level: str = "info") -> Callable[[Callable[..., None]], click.Command]:
     """Declares `name` in `group` with `--config FILE` and `--log-level`; environment variables are `env`_FLAG."""
 
     def declare(function: Callable[..., None]) -> click.Command:
@@ -125,7 +138,7 @@ def command(group: click.Group, name: str, *, env: str) -> Callable[[Callable[..
             click.Option(
                 ["--log-level"],
                 type=click.Choice(["debug", "info", "warning", "error"]),
-                default="info",
+                default=log_level,
                 show_default=True,
                 expose_value=False,
                 callback=lambda _ctx, _param, value: configure_logging(value),
@@ -188,14 +201,28 @@ def run_cli(cli: click.Group) -> None:
 # Logging
 
 
+class _OneLine(logging.Formatter):
+    """A record is one line, whatever a guest, a card or a client put into its values; only a traceback has more."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        record.message = one_line(record.message)[:MAX_LINE]
+        return super().formatMessage(record)
+
+
+def _is_ours_to_fix(record: logging.LogRecord) -> bool:
+    """False for what a client's malformed HTTP makes aiohttp log, with a traceback."""
+    return not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError | PayloadEncodingError))
+
+
 def configure_logging(level: str) -> None:
     """Lines such as `2026-11-30T14:00:00.123Z info poller: poll failed: vm=... outcome=...` on stderr, in UTC."""
-    formatter = logging.Formatter("%(asctime)s.%(msecs)03dZ %(levelname)s %(name)s: %(message)s", "%Y-%m-%dT%H:%M:%S")
+    formatter = _OneLine("%(asctime)s.%(msecs)03dZ %(levelname)s %(name)s: %(message)s", "%Y-%m-%dT%H:%M:%S")
     formatter.converter = time.gmtime
     handler = logging.StreamHandler()
     handler.setFormatter(formatter)
     for number, name in ((10, "debug"), (20, "info"), (30, "warning"), (40, "error"), (50, "critical")):
         logging.addLevelName(number, name)
+    logging.getLogger("aiohttp.server").addFilter(_is_ours_to_fix)
     logging.basicConfig(level=getattr(logging, level.upper()), handlers=[handler], force=True)
 
 
@@ -268,7 +295,7 @@ def watchdog_period_s() -> float | None:
 class Front(Protocol):
     """Connections that are served without aiohttp, as long as they can be."""
 
-    def connection(self, otherwise: Callable[[], asyncio.Protocol]) -> asyncio.Protocol: ...
+    def connection(self, otherwise: Callable[[], asyncio.Protocol]) -> asyncio.BaseProtocol: ...
 
     async def close(self) -> None: ...
 
@@ -287,34 +314,86 @@ async def http_server(
     inherited = inherited_socket(address)
     sock = inherited or listen_socket(address, access)
     # A reply is never cut off by the caller's going away: work that others wait for may be going on behind it.
-    runner = web.AppRunner(app, access_log=None, shutdown_timeout=SHUTDOWN_TIMEOUT_S)
+    # Nothing is inflated: a body of a few megabytes can hold gigabytes.
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=SHUTDOWN_TIMEOUT_S, auto_decompress=False)
     await runner.setup()
-    # aiohttp's SockSite raises TypeError on AF_VSOCK; the loop takes any stream socket.
     assert runner.server is not None
     protocol = partial(front.connection, runner.server) if front else runner.server
-    server = await asyncio.get_running_loop().create_server(protocol, sock=sock, ssl=tls)
+    accepting = asyncio.create_task(_accept(sock, protocol, tls, address))
     try:
         yield
     finally:
         if inherited is None:
             remove_socket(address)  # while it is surely ours: once closed, the next process may have put its own there
-        server.close()
+        accepting.cancel()
+        await asyncio.wait({accepting})
+        sock.close()
         if front:
             await front.close()
         await runner.cleanup()
 
 
+async def _accept(
+    sock: socket.socket, protocol: Callable[[], asyncio.BaseProtocol], tls: ssl.SSLContext | None, address: Address
+) -> None:
+    """Takes connections for ever, MAX_CONNECTIONS of them at once: then the oldest gives way to the newest, so that idle
+    ones keep nobody out and leave the other listeners their file descriptors.
+
+    Ours because aiohttp's SockSite raises TypeError on AF_VSOCK, and asyncio's own server logs a traceback a connection once
+    descriptors run out.
+    """
+    loop = asyncio.get_running_loop()
+    opening: set[asyncio.Task[None]] = set()
+    transports: list[asyncio.BaseTransport] = []
+
+    async def open_connection(accepted: socket.socket) -> None:
+        with suppress(OSError, ssl.SSLError):  # the caller's trouble: gone already, or no TLS
+            transport, _ = await loop.connect_accepted_socket(cast(Any, protocol), accepted, ssl=tls)
+            transports.append(transport)
+
+    while True:
+        try:
+            accepted, _ = await loop.sock_accept(sock)
+        except OSError as error:
+            log.warning("connection not taken: address=%s reason=%s", address, error.strerror)
+            await asyncio.sleep(ACCEPT_RETRY_S)
+            continue
+        transports[:] = [transport for transport in transports if not transport.is_closing()]
+        if len(transports) >= MAX_CONNECTIONS:
+            cast(asyncio.Transport, transports.pop(0)).abort()
+        task = asyncio.create_task(open_connection(accepted))
+        opening.add(task)
+        task.add_done_callback(opening.discard)
+
+
 @asynccontextmanager
 async def in_background(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
     """Runs `work` within the context. Its failure is not swallowed: it ends the service."""
-    async with asyncio.TaskGroup() as group:
-        task = group.create_task(work)
+    service, task = asyncio.current_task(), asyncio.create_task(work)
+    assert service is not None
+
+    def on_end(ended: asyncio.Task[None]) -> None:
+        if not ended.cancelled() and ended.exception() is not None:
+            service.cancel()
+
+    task.add_done_callback(on_end)
+    try:
         yield
+    finally:
         task.cancel()
+        await asyncio.wait({task})
+        if not task.cancelled():
+            task.result()
 
 
 def new_app() -> web.Application:
-    return web.Application(client_max_size=MAX_REQUEST_BYTES)
+    app = web.Application(client_max_size=MAX_REQUEST_BYTES)
+    app.on_response_prepare.append(_hide_versions)
+    return app
+
+
+async def _hide_versions(_request: web.Request, response: web.StreamResponse) -> None:
+    response.headers["Server"] = "gpu-telemetry"  # aiohttp would name Python's version and its own
 
 
 def add_prpc(app: web.Application, mount: str, handler: Handler) -> None:
@@ -323,7 +402,7 @@ def add_prpc(app: web.Application, mount: str, handler: Handler) -> None:
     async def serve(request: web.Request) -> web.Response:
         return _response(await _answer(request, handler))
 
-    app.router.add_route("*", mount + "/{method}", serve)
+    app.router.add_route("*", mount + "/{method:.*}", serve)
 
 
 def error_response(request: web.Request, error: TelemetryError) -> web.Response:
@@ -344,6 +423,8 @@ async def _answer(request: web.Request, handler: Handler) -> Reply:
     json = _wants_json(request)
 
     async def answer() -> Reply:
+        if "Content-Encoding" in request.headers:
+            raise Malformed("Content-Encoding: a compressed body is not taken")
         if request.method not in ("GET", "POST"):
             raise MethodNotAllowed(f"{request.method} {method}; call with GET or POST")
         body = await _read_body(request)

@@ -58,7 +58,7 @@ def _command_line(ctx: click.Context, param: click.Parameter, value: str) -> str
 )
 @click.option(
     "--data-disk",
-    type=click.Path(path_type=Path),
+    type=service.PathParam(path_type=Path),
     multiple=True,
     default=["/"],
     show_default=True,

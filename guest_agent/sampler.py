@@ -18,6 +18,7 @@ log = logging.getLogger(__name__)
 NOT_YET = "GPU sample is not available yet"
 IN_PROGRESS = "sampling in progress"
 NOT_SUPPORTED = "Not Supported"
+MAX_STDERR_SHOWN = 2048
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +49,16 @@ class Sampler:
         self._outcome: _Outcome | None = None
         self._sampling: asyncio.Task[None] | None = None
         self._logged: set[tuple[str, str]] = set()
+        self._driver_loaded = True
 
     def peek(self) -> GpuSnapshot:
         """What is known now; never waits. Starts a sample behind it when that is due."""
         if not self._gate.has_gpu:
             return GpuSnapshot()
         if not self._gate.driver_loaded:
+            self._note_driver(loaded=False)
             return GpuSnapshot(error=DRIVER_NOT_LOADED)
+        self._note_driver(loaded=True)
         if self._is_due():
             self._start()
         if self._outcome is None:
@@ -78,6 +82,11 @@ class Sampler:
         if self._sampling is not None:
             await asyncio.wait({self._sampling})
         self._collector.close()
+
+    def _note_driver(self, *, loaded: bool) -> None:
+        if loaded != self._driver_loaded:
+            self._driver_loaded = loaded
+            log.log(logging.INFO if loaded else logging.WARNING, "driver changed: loaded=%s", loaded)
 
     def _is_due(self) -> bool:
         if self._sampling is not None:
@@ -103,13 +112,18 @@ class Sampler:
     def _collect(self) -> GpuSnapshot:
         run = self._collector.run()
         if run.stderr:
-            log.debug("collector stderr: %r", run.stderr[-2048:])
+            said = run.stderr[-MAX_STDERR_SHOWN:].decode("utf-8", "replace")
+            log.log(logging.WARNING if run.failure else logging.DEBUG, "collector wrote to stderr: %s", said)
         if run.failure:
             return GpuSnapshot(error=run.failure)
         try:
-            return parse_collector_output(run.stdout)
+            snapshot = parse_collector_output(run.stdout)
         except ValueError as error:
             return GpuSnapshot(error=f"the GPU collector's output is unusable: {error}")
+        if not snapshot.gpus and not snapshot.error:
+            # All cards fell off the bus: that must not read as a guest without a card.
+            return GpuSnapshot(error=f"NVML counts no GPU, PCI shows {len(self._gate.gpu_slots)}")
+        return snapshot
 
     def _log(self, snapshot: GpuSnapshot) -> None:
         """A change of state at warning or info, a failing query once a device; what CC mode disables by design at debug."""

@@ -141,7 +141,7 @@ def _refuse_open_tcp(settings: Settings) -> None:
             )
 
 
-@service.command(cli, "vms", env="HOST_PROXY")
+@service.command(cli, "vms", env="HOST_PROXY", log_level="warning")
 @source_options
 @click.option("--json", is_flag=True, help="Print JSON, with each card's root port and bus, instead of a table.")
 def vms_command(json: bool, **flags: Any) -> None:

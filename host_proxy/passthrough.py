@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache, partial
 
 from gpuwire.address import Address
 from gpuwire.errors import BadReply, MethodNotAllowed, SchemaMismatch, UnknownMethod
@@ -24,6 +25,7 @@ log = logging.getLogger(__name__)
 
 GUEST_METHODS = ("Info", "SysInfo", "GpuInfo", "NetworkInfo", "ListContainers", "Shutdown")
 MAX_SCHEMA_HEADER = 64
+OUR_SCHEMA = str(CURRENT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +63,9 @@ class PassThrough:
         self._rules = rules
         self._upstream = upstream
         self._note = note
+        self._said: dict[str, str] = {}
+        # Guests name few schemas, again and again.
+        self._judge = lru_cache(maxsize=64)(partial(judge, policy=rules.policy, unversioned=rules.unversioned))
 
     async def relay(self, call: Call, timeout_s: float | None = None) -> Reply:
         """The guest's reply, byte for byte, whatever its status; raises TelemetryError, for a schema that may not pass too.
@@ -85,7 +90,7 @@ class PassThrough:
     def _route(self, call: Call, vm: Vm) -> tuple[Address, str, Mapping[str, str], bytes]:
         """Where the call goes: address, request target, headers, body."""
         form = "?json" if call.json else ""
-        headers = {SCHEMA_HEADER: str(CURRENT)}
+        headers = {SCHEMA_HEADER: OUR_SCHEMA}
         if vm.guest is not None:
             # As a dstack VMM calls a guest: POST, `null` as JSON for an empty input.
             return vm.guest, f"/api/{call.method}{form}", headers, b"null" if call.json else b""
@@ -96,16 +101,33 @@ class PassThrough:
         body = to_json(vm_id) if call.json else vm_id.SerializeToString()
         return self._upstream.address, f"/guest/{call.method}{form}", headers, body
 
+    def _note_verdict(self, judged: Judged, refusal: str) -> None:
+        """Counts each, logs a change: a guest that is refused is refused at each call."""
+        self._note(judged)
+        if self._said.get(judged.vm_id) == judged.verdict:
+            return
+        self._said[judged.vm_id] = judged.verdict
+        if refusal:
+            log.warning("guest refused: vm=%s verdict=%s reason=%s", judged.vm_id, judged.verdict, refusal)
+        else:
+            log.info("guest speaks: vm=%s verdict=%s schema=%s", judged.vm_id, judged.verdict, judged.schema)
+
     def _checked(self, call: Call, vm: Vm, reply: HttpReply) -> Reply:
         named = reply.headers.get(SCHEMA_HEADER.lower())
-        verdict = judge(named, self._rules.policy, self._rules.unversioned)
+        verdict = self._judge(named)
         headers = {STATUS_HEADER: verdict.status}
         if named is not None:
-            named = headers[SCHEMA_HEADER] = "".join(c for c in named[:MAX_SCHEMA_HEADER] if c.isascii() and c.isprintable())
-        self._note(Judged(vm.id, verdict.status, named))
+            named = headers[SCHEMA_HEADER] = _printable(named[:MAX_SCHEMA_HEADER])
+        self._note_verdict(Judged(vm.id, verdict.status, named), verdict.refusal)
         if verdict.refusal:
-            log.warning("refused: vm=%s method=%s verdict=%s", vm.id, call.method, verdict.status)
             raise SchemaMismatch(verdict.refusal, headers=headers)
         if reply.status != 200 and not 400 <= reply.status <= 599:
             raise BadReply(f"{vm.id}: unexpected status {reply.status}", headers=headers)
         return Reply(reply.status, reply.body, call.content_type, headers)
+
+
+def _printable(text: str) -> str:
+    """`text` without what is not printable ASCII."""
+    if text.isascii() and text.isprintable():
+        return text
+    return "".join(c for c in text if c.isascii() and c.isprintable())

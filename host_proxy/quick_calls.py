@@ -20,11 +20,15 @@ from gpuwire.service import SHUTDOWN_TIMEOUT_S, Handler, reply_or_refusal
 
 # Any of these makes a request unusual.
 UNUSUAL_HEADERS = frozenset((b"transfer-encoding", b"content-encoding", b"expect", b"upgrade"))
+READ_BYTES = 64 * 1024
 REASONS = {status.value: status.phrase for status in HTTPStatus}
 
 
 class QuickCalls:
-    """The quick connections of one listener: POST `mount`/<Method> with one of `methods`, with `?json` or without."""
+    """The quick connections of one listener: POST `mount`/<Method> with one of `methods`, with `?json` or without.
+
+    For Unix sockets: their peers do not vanish without a word, so that an idle connection may stay for ever.
+    """
 
     def __init__(self, mount: str, methods: Iterable[str], handler: Handler) -> None:
         forms: tuple[tuple[str, Mapping[str, str]], ...] = (("", {}), ("?json", {"json": ""}))
@@ -33,9 +37,10 @@ class QuickCalls:
         }  # fmt: skip
         self.handler = handler
         self.open: set[_Connection] = set()
+        self.buffer = memoryview(bytearray(READ_BYTES))
         self._date = (0, "")
 
-    def connection(self, otherwise: Callable[[], asyncio.Protocol]) -> asyncio.Protocol:
+    def connection(self, otherwise: Callable[[], asyncio.Protocol]) -> asyncio.BufferedProtocol:
         """A new connection's protocol. `otherwise` makes the one that takes over."""
         return _Connection(self, otherwise)
 
@@ -55,8 +60,11 @@ class QuickCalls:
         return self._date[1]
 
 
-class _Connection(asyncio.Protocol):
-    """One connection, one call at a time. httptools calls the on_ methods while it parses."""
+class _Connection(asyncio.BufferedProtocol):
+    """One connection, one call at a time. httptools calls the on_ methods while it parses.
+
+    Each read goes to one buffer that all connections share; asyncio's own way allocates and frees 256 KiB for each.
+    """
 
     def __init__(self, calls: QuickCalls, otherwise: Callable[[], asyncio.Protocol]) -> None:
         self._calls = calls
@@ -79,7 +87,7 @@ class _Connection(asyncio.Protocol):
             self._call.cancel()
         self._transport.abort()
 
-    # asyncio.Protocol
+    # asyncio.BufferedProtocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
@@ -96,7 +104,13 @@ class _Connection(asyncio.Protocol):
         self._may_write = True
         self._go_on()
 
-    def data_received(self, data: bytes) -> None:
+    def get_buffer(self, _sizehint: int) -> memoryview:
+        return self._calls.buffer
+
+    def buffer_updated(self, size: int) -> None:
+        self._received(self._calls.buffer[:size])
+
+    def _received(self, data: bytes | memoryview) -> None:
         if self._call is not None or not self._may_write:
             self._early += data
             self._transport.pause_reading()
@@ -105,7 +119,7 @@ class _Connection(asyncio.Protocol):
         else:
             self._hand_over(data)
 
-    def _parse(self, data: bytes) -> Call | None:
+    def _parse(self, data: bytes | memoryview) -> Call | None:
         """The call that `data` is; None where it is anything else or more."""
         self._target, self._content_type, self._body = b"", "", b""
         self._begun = self._complete = 0
@@ -115,7 +129,7 @@ class _Connection(asyncio.Protocol):
         except (httptools.HttpParserError, httptools.HttpParserUpgrade):
             return None
         known = self._calls.targets.get(self._target)
-        if known is None or not (self._usual and self._begun == self._complete == 1 and self._parser.should_keep_alive()):
+        if known is None or not (self._usual and self._begun == self._complete == 1):
             return None
         method, query = known
         return Call(method, get=False, json=wants_json("POST", query, self._content_type), query=query, body=self._body)
@@ -143,14 +157,14 @@ class _Connection(asyncio.Protocol):
         if self._early and self._call is None and self._may_write:
             data, self._early = self._early, b""
             self._transport.resume_reading()
-            self.data_received(data)
+            self._received(data)
 
-    def _hand_over(self, data: bytes) -> None:
+    def _hand_over(self, data: bytes | memoryview) -> None:
         self._calls.open.discard(self)
         protocol = self._otherwise()
         self._transport.set_protocol(protocol)
         protocol.connection_made(self._transport)
-        protocol.data_received(data)
+        protocol.data_received(bytes(data))
 
     # httptools
 
@@ -175,3 +189,4 @@ class _Connection(asyncio.Protocol):
 
     def on_message_complete(self) -> None:
         self._complete += 1
+        self._usual = self._usual and self._parser.should_keep_alive()

@@ -129,6 +129,13 @@ def _refuse_twice(vm: Vm, others: Iterable[Vm]) -> None:
             raise ValueError(f"card {min(shared)} is also attached to {other.id!r}")
 
 
+def _read_vms(path: Path) -> dict[str, Vm]:
+    if not path.is_file():
+        path.stat()  # says that there is none
+        raise ValueError("not a regular file")  # a pipe in its place would hang every call
+    return parse_vms(path.read_text())
+
+
 class VmsFile:
     """The file's VMs, read again when it changes. A broken edit keeps the last good one and is logged once."""
 
@@ -140,7 +147,7 @@ class VmsFile:
         self.problem = ""
         self._stamp = self._read_stamp()
         try:
-            self._vms = parse_vms(path.read_text())
+            self._vms = _read_vms(path)
         except (OSError, ValueError) as error:
             raise StartError(f"vms file {path}: {error}") from None
 
@@ -152,7 +159,7 @@ class VmsFile:
 
     def _reload(self) -> None:
         try:
-            self._vms = parse_vms(self._path.read_text())
+            self._vms = _read_vms(self._path)
         except (OSError, ValueError) as error:
             self.problem = f"{self._path} is broken, the last good one stays: {error}"
             log.warning("vms file is broken, the last good one stays: file=%s reason=%s", self._path, error)

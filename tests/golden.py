@@ -21,8 +21,15 @@ ROOT = Path(__file__).parent.parent
 PROGRAMS = {"gpu-guest-agent": guest_agent_cli, "gpu-host-proxy": host_proxy_cli, "gpu-aggregator": aggregator_cli}
 
 
+SETTINGS = """\
+Flags win over the environment, the environment over the file that `--config` names: TOML, a key for each flag with `-` written
+as `_`. A flag that may be repeated (`...`) is a list there, and separated by blanks in the environment. Durations are seconds,
+fractions allowed."""
+
+
 def reference() -> str:
     lines = ["# Reference", "", "Made from the code by `make golden`.", ""]
+    lines += [SETTINGS, ""]
     for program, cli in PROGRAMS.items():
         lines += [f"## {program}", "", first_line(cli), ""]
         for name, command in commands(cli):
@@ -59,7 +66,8 @@ def settings(command: click.Command) -> Iterator[str]:
         assert isinstance(parameter, click.Option)
         flag = parameter.opts[0]
         metavar = "" if parameter.is_flag else f" {parameter.make_metavar(click.Context(command))}"
-        shown = parameter.default if parameter.show_default else ""
+        default = parameter.default if parameter.show_default else ""
+        shown = ", ".join(default) if isinstance(default, (list, tuple)) else default
         repeated = " ..." if parameter.multiple else ""
         environment = f"`{prefix}_{parameter.name.upper()}`" if prefix and parameter.name else ""
         text = (parameter.help or "").replace("|", "\\|")

@@ -33,15 +33,17 @@ def demo(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
         text=True,
     )
     assert process.stdout is not None
-    printed = []
-    for line in process.stdout:
-        printed.append(line)
-        if "Ctrl-C" in line:
-            break
-    assert printed and "Ctrl-C" in printed[-1], printed
-    yield process, "".join(printed)
-    process.kill()
-    process.communicate()
+    try:
+        printed = []
+        for line in process.stdout:
+            printed.append(line)
+            if "Ctrl-C" in line:
+                break
+        assert printed and "Ctrl-C" in printed[-1], printed
+        yield process, "".join(printed)
+    finally:
+        process.terminate()
+        process.communicate(timeout=30)
 
 
 def test_the_demo_shows_live_figures_and_ends_on_ctrl_c(demo: tuple[subprocess.Popen[str], str], tmp_path: Path) -> None:
@@ -71,6 +73,17 @@ def test_the_demo_shows_live_figures_and_ends_on_ctrl_c(demo: tuple[subprocess.P
     assert curl is not None
     if shutil.which("curl"):
         assert '"utilization_gpu":' in run_as_printed(curl[1], tmp_path)
+
+    second = subprocess.run(
+        [sys.executable, "-m", "demo"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (second.returncode, "another demo runs in this folder" in second.stderr) == (1, True)
 
     process.send_signal(signal.SIGINT)
     assert process.wait(20) == 0

@@ -197,10 +197,10 @@ async def test_a_reply_is_returned_whatever_its_framing_and_status(
     assert server.connections == 1
 
 
-async def test_header_names_are_lower_case_and_the_last_of_two_counts(peer: StartPeer, client: HttpClient) -> None:
+async def test_header_names_are_lower_case_and_two_of_one_name_are_joined(peer: StartPeer, client: HttpClient) -> None:
     server = await peer(lambda exchange: exchange.answer(reply(b"", b"X-Guest-API-Schema: 1;0", b"A: 1", b"a:2", b"Empty:")))
     answer = await call(client, server.address)
-    assert answer.headers == {"x-guest-api-schema": "1;0", "a": "2", "empty": "", "content-length": "0"}
+    assert answer.headers == {"x-guest-api-schema": "1;0", "a": "1, 2", "empty": "", "content-length": "0"}
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import logging
 import os
@@ -577,3 +578,84 @@ def test_systemd_is_told_that_the_service_is_up_alive_and_stopping(short_dir: Pa
             while (state := systemd.recv(100)) == b"WATCHDOG=1":
                 pass
             assert state == b"STOPPING=1"
+
+
+def session_at(path: Path) -> aiohttp.ClientSession:
+    return aiohttp.ClientSession(connector=aiohttp.UnixConnector(path=str(path)))
+
+
+async def test_a_compressed_body_is_refused_and_never_inflated(short_dir: Path) -> None:
+    asked: list[bytes] = []
+
+    async def handler(call: Call) -> Reply:
+        asked.append(call.body)
+        return Reply(200, b"", call.content_type)
+
+    app = service.new_app()
+    service.add_prpc(app, "/api", handler)
+    bomb = gzip.compress(bytes(50_000_000))
+    async with service.http_server(app, UnixAddress(str(short_dir / "a"))), session_at(short_dir / "a") as session:
+        async with session.post("http://a/api/M", data=bomb, headers={"Content-Encoding": "gzip"}) as answer:
+            assert answer.status == 400
+            assert "compressed body" in PrpcError.FromString(await answer.read()).message
+        async with session.post("http://a/elsewhere", data=bomb, headers={"Content-Encoding": "gzip"}) as answer:
+            assert answer.status == 404
+    assert asked == []
+
+
+async def test_idle_connections_keep_nobody_out(short_dir: Path) -> None:
+    async def page(_request: web.Request) -> web.Response:
+        return web.Response(text="here")
+
+    app = service.new_app()
+    app.router.add_get("/", page)
+    path = short_dir / "a"
+    async with service.http_server(app, UnixAddress(str(path))):
+        idle = []
+        for _ in range(service.MAX_CONNECTIONS + 50):
+            _, writer = await asyncio.open_unix_connection(str(path))
+            writer.write(b"GET / HTT")
+            idle.append(writer)
+        async with session_at(path) as session, session.get("http://a/") as answer:
+            assert await answer.text() == "here"
+        for writer in idle:
+            writer.close()
+
+
+async def test_malformed_http_leaves_no_traceback(short_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
+    service.configure_logging("info")
+    logging.getLogger().addHandler(caplog.handler)
+    path = short_dir / "a"
+    async with service.http_server(service.new_app(), UnixAddress(str(path))):
+        for request in (b"GET / HTTP/1.1\r\nHost: x\r\nContent-Length: abc\r\n\r\n", b"\x00\x01\x02\r\n\r\n"):
+            reader, writer = await asyncio.open_unix_connection(str(path))
+            writer.write(request)
+            assert b" 400 " in await reader.readline()
+            writer.close()
+    assert caplog.text == ""
+
+
+def test_a_log_record_is_one_line_whatever_its_values_hold(capsys: pytest.CaptureFixture[str]) -> None:
+    service.configure_logging("info")
+    logging.getLogger("x").warning("said: reason=%s", "bad\n2026-01-01T00:00:00.000Z error x: forged \x1b[31m" + "y" * 10_000)
+
+    err = capsys.readouterr().err
+    assert len(err.splitlines()) == 1
+    assert "bad\\n2026" in err
+    assert "\x1b" not in err
+    assert len(err) < service.MAX_LINE + 200
+
+
+async def test_work_in_the_background_that_fails_ends_the_service_with_its_reason() -> None:
+    async def fail() -> None:
+        raise StartError("the reason")
+
+    with pytest.raises(StartError, match="the reason"):
+        async with service.in_background(fail()):
+            await asyncio.sleep(60)
+
+
+async def test_an_error_beside_the_background_stays_the_error_that_it_is() -> None:
+    with pytest.raises(StartError, match="of the service"):
+        async with service.in_background(asyncio.sleep(60)):
+            raise StartError("of the service")

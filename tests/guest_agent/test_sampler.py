@@ -202,3 +202,18 @@ async def test_a_failing_query_is_a_warning_once_and_what_cc_disables_never_is(
     warnings = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
     assert warnings == ["query failed: gpu=GPU-1 query=power reason=Unknown Error"]
     assert sum("query=utilization" in r.getMessage() for r in caplog.records) == 2
+
+
+async def test_cards_that_pci_shows_and_nvml_does_not_are_an_error_and_never_no_gpu(scripted: Scripted) -> None:
+    scripted.print_sample(gpus=[])
+    async with scripted.sampler() as sampler:
+        assert await sampler.snapshot() == GpuSnapshot(error="NVML counts no GPU, PCI shows 1")
+
+
+async def test_what_a_failed_collector_said_is_in_the_log(scripted: Scripted, caplog: pytest.LogCaptureFixture) -> None:
+    scripted.run_script("echo the reason >&2; exit 1")
+    with caplog.at_level(logging.WARNING):
+        async with scripted.sampler() as sampler:
+            await sampler.snapshot()
+
+    assert "collector wrote to stderr: the reason" in caplog.text

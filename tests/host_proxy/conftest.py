@@ -64,8 +64,9 @@ class Proxy:
         sources, vmm = await open_sources(settings, self.stack)
         metrics = ProxyMetrics(sources, client)
         passthrough = PassThrough(client, sources.fleet, replace(RULES, **rules), upstream, metrics.count_verdict)
-        app = ProxyApp(sources, passthrough, metrics, vmm).web_app()
-        await self.stack.enter_async_context(service.http_server(app, UnixAddress(str(self.folder / "vmm.sock"))))
+        app = ProxyApp(sources, passthrough, metrics, vmm)
+        listen = UnixAddress(str(self.folder / "vmm.sock"))
+        await self.stack.enter_async_context(service.http_server(app.web_app(), listen, front=app.quick_calls()))
 
     async def call(
         self, target: str, body: bytes | None = None, *, http_method: str = "POST", content_type: str | None = None

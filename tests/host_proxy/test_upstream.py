@@ -99,9 +99,10 @@ async def test_a_vm_that_stops_is_gone_soon_after_and_one_that_starts_is_there(p
     vmm.guests.append(Guest(running_vm("vm-new"), lambda: b"new"))
 
     async with asyncio.timeout(REFRESH_S + 2):
-        while (await proxy.call("/guest/GpuInfo?id=vm-3", http_method="GET"))[0] != 404:
+        while (await proxy.call("/guest/GpuInfo?id=vm-new", http_method="GET"))[:2] != (200, b"new"):
             await asyncio.sleep(0.05)
-    assert (await proxy.call("/guest/GpuInfo?id=vm-new", http_method="GET"))[:2] == (200, b"new")
+    status, body, _ = await proxy.call("/guest/GpuInfo?id=vm-3", http_method="GET")
+    assert (status, json.loads(body)["error"][:12]) == (404, "not_running:")
 
 
 async def test_a_vmm_that_is_away_keeps_its_vms_and_says_so(proxy: Proxy, short_dir: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from pathlib import Path
 
 import pytest
@@ -138,3 +139,14 @@ def test_a_file_that_is_broken_at_the_start_is_named(tmp_path: Path) -> None:
 
     with pytest.raises(StartError, match=rf"vms file {path}: \[\[vm\]\] number 1: id is missing"):
         VmsFile(path)
+
+
+def test_a_pipe_in_the_files_place_hangs_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "vms.toml"
+    path.write_text(GOOD)
+    vms = VmsFile(path)
+    path.unlink()
+    os.mkfifo(path)
+
+    assert set(vms.current()) == {"vm-1", "vm-2"}
+    assert "not a regular file" in vms.problem
