@@ -121,7 +121,9 @@ def schema_options(*, unversioned: Unversioned) -> Callable[[F], F]:
     return declare
 
 
-def command(group: click.Group, name: str, *, env: str, log_level: str = "info") -> Callable[[Callable[..., None]], click.Command]:
+def command(
+    group: click.Group, name: str, *, env: str, log_level: str = "info"
+) -> Callable[[Callable[..., None]], click.Command]:
     """Declares `name` in `group` with `--config FILE` and `--log-level`; environment variables are `env`_FLAG."""
 
     def declare(function: Callable[..., None]) -> click.Command:
