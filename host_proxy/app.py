@@ -11,6 +11,7 @@ from aiohttp import web
 from google.protobuf.message import DecodeError
 
 from gpuwire import service
+from gpuwire.access import Tokens, guard, server_tls
 from gpuwire.address import TcpAddress
 from gpuwire.errors import Conflict, Malformed, NotRunning, TelemetryError, UnknownMethod
 from gpuwire.http_client import HttpClient
@@ -20,7 +21,6 @@ from gpuwire.prpc import BINARY, Call, Reply, answer, decode
 from gpuwire.schema import CURRENT
 from gpuwire.transport import SocketAccess
 from host_proxy import vmm_api
-from host_proxy.access import Tokens, guard, server_tls
 from host_proxy.fan_out import guest_frames
 from host_proxy.host_cards import read_host_cards
 from host_proxy.metrics import ProxyMetrics

@@ -52,6 +52,7 @@ def port(config: Path) -> Iterator[int]:
         (f"Bearer {SECRET}", 200),
         ("bearer another", 200),
         ("Bearer # of the monitoring", 401),
+        ("Bearer \xff", 401),
     ],
 )
 def test_a_caller_over_tcp_needs_a_token(port: int, config: Path, authorization: str | None, status: int) -> None:
