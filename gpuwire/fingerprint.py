@@ -1,10 +1,11 @@
 """The fingerprint of package guest_api: equal exactly when two builds put and read the same things on the wire.
 
-`python -m gpuwire.fingerprint` prints it; proto/README.md says what to do with it.
+`python -m gpuwire.fingerprint` prints it, `--text` what it is made of; proto/README.md says what to do with them.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from hashlib import sha256
 
@@ -37,6 +38,33 @@ def fingerprint(file: FileDescriptorProto) -> str:
     return sha256(canonical_text(file).encode()).hexdigest()[:16]
 
 
+def broken_promises(published: str, file: FileDescriptorProto) -> list[str]:
+    """What `file` no longer keeps of a published version's canonical text: each of its lines must still be there.
+
+    A field may go only where its message reserves both its number and its name, so that neither comes back as something else.
+    """
+    now = set(canonical_text(file).splitlines())
+    reserved = {f".{file.package}.{message.name}": message for message in file.message_type}
+    broken = []
+    for line in published.splitlines():
+        kind, name, *rest = line.split()
+        if line in now or (kind == "field" and name in reserved and _is_reserved(reserved[name], int(rest[0]), rest[1])):
+            continue
+        broken.append(line)
+    return broken
+
+
+def _is_reserved(message: DescriptorProto, number: int, name: str) -> bool:
+    return name in message.reserved_name and any(part.start <= number < part.end for part in message.reserved_range)
+
+
+def guest_api_descriptor() -> FileDescriptorProto:
+    """Package guest_api as the committed stubs have it."""
+    file = FileDescriptorProto()
+    guest_api_pb2.DESCRIPTOR.CopyToProto(file)
+    return file
+
+
 def _message_lines(scope: str, message: DescriptorProto) -> Iterator[str]:
     name = f"{scope}.{message.name}"
     yield f"message {name}"
@@ -58,12 +86,8 @@ def _enum_lines(scope: str, enum: EnumDescriptorProto) -> Iterator[str]:
         yield f"enum {scope}.{enum.name} {value.number} {value.name}"
 
 
-def guest_api_fingerprint() -> str:
-    """The fingerprint of the committed stubs."""
-    file = FileDescriptorProto()
-    guest_api_pb2.DESCRIPTOR.CopyToProto(file)
-    return fingerprint(file)
-
-
 if __name__ == "__main__":
-    print(guest_api_fingerprint())
+    if sys.argv[1:] == ["--text"]:
+        sys.stdout.write(canonical_text(guest_api_descriptor()))
+    else:
+        print(fingerprint(guest_api_descriptor()))

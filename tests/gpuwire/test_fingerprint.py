@@ -10,7 +10,7 @@ import pytest
 from google.protobuf.descriptor_pb2 import FileDescriptorProto, FileDescriptorSet
 from grpc_tools import protoc
 
-from gpuwire.fingerprint import canonical_text, fingerprint, guest_api_fingerprint
+from gpuwire.fingerprint import broken_promises, canonical_text, fingerprint, guest_api_descriptor
 from gpuwire.pb import vmm_pb2
 
 PROTO = """
@@ -123,10 +123,37 @@ def test_the_canonical_text_is_sorted_lines_one_a_fact(compile_proto: Compile) -
 
 def test_stubs_and_source_of_guest_api_have_one_fingerprint(compile_proto: Compile) -> None:
     source = Path(__file__).parents[2] / "proto/gpuwire/pb/guest_api.proto"
-    assert fingerprint(compile_proto(source.read_text())) == guest_api_fingerprint()
+    assert fingerprint(compile_proto(source.read_text())) == fingerprint(guest_api_descriptor())
 
 
 def test_another_package_has_another_fingerprint() -> None:
     vmm = FileDescriptorProto()
     vmm_pb2.DESCRIPTOR.CopyToProto(vmm)
-    assert fingerprint(vmm) != guest_api_fingerprint()
+    assert fingerprint(vmm) != fingerprint(guest_api_descriptor())
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "broken"),
+    [
+        ("", "", []),
+        ("message Empty {}", "message Empty {}\nmessage New { string text = 1; }", []),
+        ("Kind kind = 8;", "Kind kind = 8; string added = 100;", []),
+        ("repeated string errors = 3;", "", ["field .p.Card 3 errors"]),
+        ("repeated string errors = 3;", "reserved 3;", ["field .p.Card 3 errors"]),
+        ("repeated string errors = 3;", 'reserved "errors";', ["field .p.Card 3 errors"]),
+        ("repeated string errors = 3;", 'reserved 3; reserved "errors";', []),
+        ("repeated string errors = 3;", "repeated string errors = 33;", ["field .p.Card 3 errors"]),
+        ("repeated string errors = 3;", "repeated bytes errors = 3;", ["field .p.Card 3 errors"]),
+        ("repeated string errors = 3;", "string errors = 3;", ["field .p.Card 3 errors"]),
+        ("optional uint32 load = 2;", "uint32 load = 2;", ["field .p.Card 2 load"]),
+        ("BUSY = 1;", "IDLE = 1;", ["enum .p.State 1 BUSY"]),
+        ("  rpc Put(Card) returns (Empty);\n", "", ["rpc .p.Api Put"]),
+    ],
+)
+def test_what_a_published_version_had_stays_or_is_reserved(
+    compile_proto: Compile, old: str, new: str, broken: list[str]
+) -> None:
+    published = canonical_text(compile_proto(PROTO))
+    found = broken_promises(published, compile_proto(PROTO.replace(old, new)))
+
+    assert [" ".join(line.split()[: len(expected.split())]) for line, expected in zip(found, broken, strict=True)] == broken

@@ -79,7 +79,9 @@ def test_prometheus_discovers_scrapes_and_joins(proxy: int, tmp_path: Path) -> N
         while query(port, "dstack_gpu_probe_success") != {"vm-1": 1, "vm-2": 0}:
             assert time.monotonic() < deadline
             time.sleep(0.2)
-        assert query(port, 'gpu_host_proxy_vms{source="vms"}') == {f"127.0.0.1:{proxy}": 2}
+        while query(port, 'gpu_host_proxy_vms{source="vms"}') != {f"127.0.0.1:{proxy}": 2}:
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
         assert query(port, 'up{job="gpu-guests"}') == {"vm-1": 1, "vm-2": 1}
     finally:
         server.terminate()

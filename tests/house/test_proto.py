@@ -6,19 +6,21 @@ import os
 import re
 import subprocess
 import sys
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import pytest
 from google.protobuf.descriptor import FieldDescriptor
 
-from gpuwire.fingerprint import guest_api_fingerprint
+from gpuwire.fingerprint import broken_promises, fingerprint, guest_api_descriptor
 from gpuwire.pb import guest_api_pb2, prpc_pb2, vmm_pb2
 from gpuwire.schema import CURRENT, Schema
 
 ROOT = Path(__file__).parents[2]
 PROTOS = sorted(path.relative_to(ROOT) for path in (ROOT / "proto/gpuwire/pb").glob("*.proto"))
 LOCK = ROOT / "proto/schema.lock"
+PUBLISHED = ROOT / "proto/published"
 
 # Names, numbers and types as in the contract: dstack's own, and ours from 100 up.
 CONTRACT = {
@@ -154,13 +156,14 @@ def test_no_two_versions_have_one_content() -> None:
 
 
 def test_stubs_lock_and_code_name_one_schema() -> None:
-    stubs = guest_api_fingerprint()
+    stubs = fingerprint(guest_api_descriptor())
     last = published()[-1]
     if stubs != last.fingerprint:
         new = Schema(last.version + 1, stubs)
         pytest.fail(
             f"guest_api.proto has changed since version {last.version} of proto/schema.lock: its fingerprint is {stubs}. "
-            f"If version {last.version} is published, add the line `{new.version} {new.fingerprint}` to proto/schema.lock and "
+            f"If version {last.version} is published, add the line `{new.version} {new.fingerprint}` to proto/schema.lock, "
+            f"write `python -m gpuwire.fingerprint --text` to proto/published/{new.version}.txt and "
             f'set CURRENT = Schema({new.version}, "{new.fingerprint}") in gpuwire/schema.py'
         )
     if last != CURRENT:
@@ -179,4 +182,13 @@ def test_what_runs_prints_the_fingerprint() -> None:
 
 def test_the_contract_has_no_other_files() -> None:
     others = {str(path.relative_to(ROOT)) for path in (ROOT / "proto").rglob("*") if path.is_file()} - set(map(str, PROTOS))
-    assert others == {"proto/README.md", "proto/schema.lock"}
+    texts = {f"proto/published/{schema.version}.txt" for schema in published()}
+    assert others == {"proto/README.md", "proto/schema.lock", *texts}
+
+
+@pytest.mark.parametrize("schema", published(), ids=str)
+def test_a_published_version_stays_as_it_was_and_its_promises_are_kept(schema: Schema) -> None:
+    text = (PUBLISHED / f"{schema.version}.txt").read_text()
+
+    assert sha256(text.encode()).hexdigest()[:16] == schema.fingerprint, "a line of schema.lock or its text was changed"
+    assert broken_promises(text, guest_api_descriptor()) == [], "fields only go where number and name are reserved"
