@@ -5,19 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jinja2
-
 from gpuwire.display import age, celsius, gib, percent, watts, yes_no
+from gpuwire.pages import templates
 
 REFRESH_S = 5
 
-_templates = jinja2.Environment(
-    loader=jinja2.PackageLoader("aggregator"),
-    autoescape=True,
-    trim_blocks=True,
-    lstrip_blocks=True,
-    undefined=jinja2.StrictUndefined,
-)
+_templates = templates("aggregator", age, celsius, gib, percent, watts, yes_no)
 
 
 def render_fleet(
@@ -37,6 +30,3 @@ def render_fleet(
         refresh_s=REFRESH_S,
         notice=notice,
     )
-
-
-_templates.filters.update(percent=percent, gib=gib, celsius=celsius, watts=watts, age=age, yes_no=yes_no)

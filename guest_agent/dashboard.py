@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import jinja2
-
 from gpuwire.device import GpuDevice, GpuSnapshot
 from gpuwire.display import ABSENT, celsius, duration, gib, percent, watts
+from gpuwire.pages import templates
 from gpuwire.pb.guest_api_pb2 import GuestInfo, SystemInfo
 
 REFRESH_S = 10
@@ -46,21 +45,4 @@ def sample_age(milliseconds: int | None) -> str:
     return ABSENT if milliseconds is None else f"{milliseconds / 1000:.1f} s"
 
 
-_templates = jinja2.Environment(
-    loader=jinja2.PackageLoader("guest_agent"),
-    autoescape=True,
-    trim_blocks=True,
-    lstrip_blocks=True,
-    undefined=jinja2.StrictUndefined,
-)
-_templates.filters.update(
-    celsius=celsius,
-    duration=duration,
-    gib=gib,
-    load=load,
-    percent=percent,
-    sample_age=sample_age,
-    short_pci_address=short_pci_address,
-    true_false=true_false,
-    watts=watts,
-)
+_templates = templates("guest_agent", celsius, duration, gib, load, percent, sample_age, short_pci_address, true_false, watts)
