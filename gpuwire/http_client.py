@@ -32,10 +32,14 @@ class HttpReply:
     body: bytes
 
 
+_Key = tuple[Address, str]
+
+
 @dataclass(slots=True)
 class _Peer:
-    """The connections to one address: those in use are counted by `slots`, those at rest are in `idle`."""
+    """The connections to one address in one lane: those in use are counted by `slots`, those at rest are in `idle`."""
 
+    key: _Key
     slots: asyncio.Semaphore
     idle: list[_Connection] = field(default_factory=list)
     callers: int = 0
@@ -49,7 +53,7 @@ class HttpClient:
         self._connections = connections
         self._waiting = waiting
         self._tls = tls
-        self._peers: dict[Address, _Peer] = {}
+        self._peers: dict[_Key, _Peer] = {}
         self._buffer = memoryview(bytearray(READ_BYTES))
         self.open_connections = 0
 
@@ -62,16 +66,19 @@ class HttpClient:
         body: bytes,
         *,
         deadline_s: float,
+        lane: str = "",
         consume: Consume | None = None,
     ) -> HttpReply:
         """The peer's reply, whatever its status. Where that is 200, `consume` is given the body piece by piece as it comes,
         however much it is, and may raise BadReply.
 
+        Calls of another `lane` have connections of their own: those to one guest behind a VMM do not wait for another's.
+
         Raises Unreachable, DeadlineExceeded, Saturated, or BadReply for one that is over a cap, cut short or not HTTP.
         """
         request = _request_bytes(address, method, target, headers, body)
         deadline = asyncio.get_running_loop().time() + deadline_s
-        peer = self._enter(address)
+        peer = self._enter(address, lane)
         try:
             # Here and below asyncio.timeout only where it may be needed: it costs as much as all that parses the reply.
             if peer.slots.locked():
@@ -86,7 +93,7 @@ class HttpClient:
         except TimeoutError:
             raise DeadlineExceeded(f"{address}: no complete reply within {deadline_s:g} s") from None
         finally:
-            self._leave(address, peer)
+            self._leave(peer)
 
     def _count(self, change: int) -> None:
         self.open_connections += change
@@ -97,19 +104,27 @@ class HttpClient:
                 connection.abort()
         self._peers.clear()
 
-    def _enter(self, address: Address) -> _Peer:
-        peer = self._peers.get(address)
+    def _enter(self, address: Address, lane: str) -> _Peer:
+        peer = self._peers.get((address, lane))
         if peer is None:
-            peer = self._peers[address] = _Peer(asyncio.Semaphore(self._connections))
+            peer = self._peers[address, lane] = _Peer((address, lane), asyncio.Semaphore(self._connections))
         if peer.callers >= self._connections + self._waiting:
             raise Saturated(f"{address}: {peer.callers} calls wait for {self._connections} connections")
         peer.callers += 1
         return peer
 
-    def _leave(self, address: Address, peer: _Peer) -> None:
+    def _leave(self, peer: _Peer) -> None:
         peer.callers -= 1
+        self._forget_unused(peer)
+
+    def _forget_unused(self, peer: _Peer) -> None:
         if not peer.callers and not peer.idle:
-            self._peers.pop(address, None)
+            self._peers.pop(peer.key, None)
+
+    def _discard(self, peer: _Peer, connection: _Connection) -> None:
+        if connection in peer.idle:
+            peer.idle.remove(connection)
+        self._forget_unused(peer)
 
     async def _send(self, address: Address, peer: _Peer, request: bytes, deadline: float, consume: Consume | None) -> HttpReply:
         while peer.idle:
@@ -140,7 +155,7 @@ class HttpClient:
         finally:
             timer.cancel()
         if connection.reusable:
-            connection.on_lost = lambda: _discard(peer.idle, connection)
+            connection.on_lost = partial(self._discard, peer, connection)
             peer.idle.append(connection)
         else:
             connection.abort()
@@ -149,11 +164,6 @@ class HttpClient:
 
 class _ClosedWhileIdle(Exception):
     """The peer closed the connection before the first byte of a reply."""
-
-
-def _discard(idle: list[_Connection], connection: _Connection) -> None:
-    if connection in idle:
-        idle.remove(connection)
 
 
 class _Connection(asyncio.BufferedProtocol):

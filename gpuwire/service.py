@@ -7,7 +7,6 @@ import ipaddress
 import logging
 import os
 import signal
-import socket
 import ssl
 import sys
 import time
@@ -26,6 +25,7 @@ from aiohttp.http_exceptions import HttpProcessingError, PayloadEncodingError
 from gpuwire.address import Address, TcpAddress, parse_address
 from gpuwire.display import one_line
 from gpuwire.errors import Malformed, MethodNotAllowed, StartError, TelemetryError, TooLarge
+from gpuwire.listener import Listener
 from gpuwire.prpc import MAX_REQUEST_BYTES, Call, Reply, refuse, wants_json
 from gpuwire.schema import Policy, Unversioned
 from gpuwire.transport import SocketAccess, inherited_socket, listen_socket, remove_socket
@@ -33,8 +33,6 @@ from gpuwire.transport import SocketAccess, inherited_socket, listen_socket, rem
 log = logging.getLogger(__name__)
 
 SHUTDOWN_TIMEOUT_S = 2.0
-ACCEPT_RETRY_S = 1.0
-MAX_CONNECTIONS = 400  # of one listener; two of them and their work stay below the usual limit of 1024 open files
 MAX_LINE = 4096
 MAX_SECONDS = 1e9
 Handler = Callable[[Call], Awaitable[Reply]]
@@ -299,6 +297,8 @@ class Front(Protocol):
 
     def connection(self, otherwise: Callable[[], asyncio.Protocol]) -> asyncio.BaseProtocol: ...
 
+    def is_busy(self, transport: asyncio.Transport) -> bool: ...
+
     async def close(self) -> None: ...
 
 
@@ -317,11 +317,26 @@ async def http_server(
     sock = inherited or listen_socket(address, access)
     # A reply is never cut off by the caller's going away: work that others wait for may be going on behind it.
     # Nothing is inflated: a body of a few megabytes can hold gigabytes.
+    answering: set[asyncio.BaseTransport | None] = set()
+
+    @web.middleware
+    async def note_answering(request: web.Request, handler: Callable[..., Any]) -> web.StreamResponse:
+        transport = request.transport
+        answering.add(transport)
+        try:
+            return cast(web.StreamResponse, await handler(request))
+        finally:
+            answering.discard(transport)
+
+    def is_busy(transport: asyncio.Transport) -> bool:
+        return transport in answering or (front is not None and front.is_busy(transport))
+
+    app.middlewares.append(note_answering)
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=SHUTDOWN_TIMEOUT_S, auto_decompress=False)
     await runner.setup()
     assert runner.server is not None
     protocol = partial(front.connection, runner.server) if front else runner.server
-    accepting = asyncio.create_task(_accept(sock, protocol, tls, address))
+    accepting = asyncio.create_task(Listener(sock, protocol, address, tls=tls, is_busy=is_busy).run())
     try:
         yield
     finally:
@@ -333,39 +348,6 @@ async def http_server(
         if front:
             await front.close()
         await runner.cleanup()
-
-
-async def _accept(
-    sock: socket.socket, protocol: Callable[[], asyncio.BaseProtocol], tls: ssl.SSLContext | None, address: Address
-) -> None:
-    """Takes connections for ever, MAX_CONNECTIONS of them at once: then the oldest gives way to the newest, so that idle
-    ones keep nobody out and leave the other listeners their file descriptors.
-
-    Ours because aiohttp's SockSite raises TypeError on AF_VSOCK, and asyncio's own server logs a traceback a connection once
-    descriptors run out.
-    """
-    loop = asyncio.get_running_loop()
-    opening: set[asyncio.Task[None]] = set()
-    transports: list[asyncio.BaseTransport] = []
-
-    async def open_connection(accepted: socket.socket) -> None:
-        with suppress(OSError, ssl.SSLError):  # the caller's trouble: gone already, or no TLS
-            transport, _ = await loop.connect_accepted_socket(cast(Any, protocol), accepted, ssl=tls)
-            transports.append(transport)
-
-    while True:
-        try:
-            accepted, _ = await loop.sock_accept(sock)
-        except OSError as error:
-            log.warning("connection not taken: address=%s reason=%s", address, error.strerror)
-            await asyncio.sleep(ACCEPT_RETRY_S)
-            continue
-        transports[:] = [transport for transport in transports if not transport.is_closing()]
-        if len(transports) >= MAX_CONNECTIONS:
-            cast(asyncio.Transport, transports.pop(0)).abort()
-        task = asyncio.create_task(open_connection(accepted))
-        opening.add(task)
-        task.add_done_callback(opening.discard)
 
 
 @asynccontextmanager
@@ -429,7 +411,7 @@ async def _answer(request: web.Request, handler: Handler) -> Reply:
             raise Malformed("Content-Encoding: a compressed body is not taken")
         if request.method not in ("GET", "POST"):
             raise MethodNotAllowed(f"{request.method} {method}; call with GET or POST")
-        body = await _read_body(request)
+        body = await read_body(request)
         return await handler(Call(method, request.method == "GET", json, request.query, body))
 
     return await reply_or_refusal(answer(), method, json)
@@ -446,11 +428,18 @@ async def reply_or_refusal(answer: Awaitable[Reply], method: str, json: bool) ->
         return refuse(json, 500, "internal: a fault of this service, its log says more")
 
 
-async def _read_body(request: web.Request) -> bytes:
+async def read_body(request: web.Request) -> bytes:
+    """Raises Malformed or TooLarge."""
     try:
         return await request.read()
     except web.HTTPRequestEntityTooLarge:
-        raise TooLarge(f"{request.match_info['method']}: at most {MAX_REQUEST_BYTES} bytes") from None
+        raise TooLarge(f"{request.path}: at most {MAX_REQUEST_BYTES} bytes") from None
     except (ConnectionError, web.RequestPayloadError) as error:
         # A caller that went away or sent rubbish: no fault of this service, so no traceback in its log.
         raise Malformed(f"the body cannot be read: {' '.join(str(error).split())}") from None
+
+
+def cut(request: web.Request) -> None:
+    """Ends the connection without a word: the one way to say that a reply which has begun is not whole."""
+    if request.transport is not None:
+        request.transport.abort()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 
 from aiohttp import web
@@ -13,7 +14,7 @@ from google.protobuf.message import DecodeError
 from gpuwire import service
 from gpuwire.access import Tokens, guard, server_tls
 from gpuwire.address import TcpAddress
-from gpuwire.errors import Conflict, Malformed, NotRunning, TelemetryError, UnknownMethod
+from gpuwire.errors import Conflict, Malformed, NotRunning, TelemetryError, TooLarge, UnknownMethod
 from gpuwire.http_client import HttpClient
 from gpuwire.metrics import expose
 from gpuwire.pb.vmm_pb2 import GuestsRequest, Id, StatusRequest
@@ -37,6 +38,7 @@ SYSFS = Path("/sys")
 GUEST_MOUNT = "/guest"
 # The scraper hangs up at its own limit: the page must be there before.
 SCRAPE_MARGIN_S = 0.5
+MAX_IDS_BYTES = 1024 * 1024
 
 
 async def serve(settings: Settings, stop: asyncio.Event) -> None:
@@ -80,7 +82,8 @@ async def _listen(settings: Settings, proxy: Proxy, stack: AsyncExitStack) -> No
     tls = server_tls(*settings.tls) if settings.tls else None
     access = SocketAccess(settings.socket_mode, settings.socket_group)
     for address in settings.listen:
-        app = proxy.web_app()
+        guarded = tokens is not None and isinstance(address, TcpAddress)
+        app = proxy.web_app(guarded=guarded)
         if isinstance(address, TcpAddress):
             if tokens:
                 guard(app, tokens)
@@ -120,11 +123,13 @@ class Proxy:
         """In front of the web_app of a listener where no call needs a token."""
         return QuickCalls(GUEST_MOUNT, GUEST_METHODS, self.relay)
 
-    def web_app(self) -> web.Application:
+    def web_app(self, *, guarded: bool = False) -> web.Application:
+        """`guarded`: callers show a token of ours."""
         app = service.new_app()
         service.add_prpc(app, GUEST_MOUNT, self.relay)
         if self._upstream is not None:
-            app.router.add_route("*", "/prpc/{rest:.*}", self._pass_on)
+            # One segment, no dots alone: nothing but a VMM's own call is reached by way of this mount.
+            app.router.add_route("*", r"/prpc/{method:\w[\w.]*}", partial(self._pass_on, guarded=guarded))
         else:
             service.add_prpc(app, "/prpc", self._call_vmm)
         app.router.add_post("/guests/GpuInfo", self._all_guests)
@@ -150,20 +155,28 @@ class Proxy:
 
     async def _all_guests(self, request: web.Request) -> web.StreamResponse:
         try:
-            asked = GuestsRequest.FromString(await request.read()).ids
+            body = await service.read_body(request)
+            if len(body) > MAX_IDS_BYTES:
+                raise TooLarge(f"the list of ids: at most {MAX_IDS_BYTES} bytes")
+            asked = GuestsRequest.FromString(body).ids
         except DecodeError as error:
             return service.error_response(request, Malformed(f"not a vmm.GuestsRequest: {error}"))
+        except TelemetryError as error:
+            return service.error_response(request, error)
         response = web.StreamResponse(headers={"Content-Type": BINARY})
-        await response.prepare(request)
-        async for frame in guest_frames(asked or self._sources.fleet().vms, self.relay):
-            await response.write(frame)
-        await response.write_eof()
+        try:
+            await response.prepare(request)
+            async for frame in guest_frames(asked or self._sources.fleet().vms, self.relay):
+                await response.write(frame)
+            await response.write_eof()
+        except ConnectionError:
+            service.cut(request)  # the caller has left
         return response
 
-    async def _pass_on(self, request: web.Request) -> web.StreamResponse:
+    async def _pass_on(self, request: web.Request, *, guarded: bool) -> web.StreamResponse:
         assert self._upstream is not None
         try:
-            return await self._upstream.relay(request)
+            return await self._upstream.relay(request, guarded=guarded)
         except TelemetryError as error:
             return service.error_response(request, error)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from io import BytesIO
@@ -14,13 +15,15 @@ from gpuwire.pb.vmm_pb2 import GuestReply, Id
 from gpuwire.prpc import Call, Reply
 from gpuwire.schema import SCHEMA_HEADER, STATUS_HEADER
 
+log = logging.getLogger(__name__)
+
 
 async def guest_frames(vm_ids: Iterable[str], relay: Callable[[Call], Awaitable[Reply]]) -> AsyncIterator[bytes]:
-    """Length-delimited GuestReply messages in the order of arrival, one for each of `vm_ids`, failures too.
+    """Length-delimited GuestReply messages in the order of arrival, one for each VM in `vm_ids`, failures too.
 
     Deadline and verdict are the relay's, as in the single call; the body is the guest's, untouched.
     """
-    asked = [asyncio.create_task(_ask(vm_id, relay)) for vm_id in vm_ids]
+    asked = [asyncio.create_task(_ask(vm_id, relay)) for vm_id in dict.fromkeys(vm_ids)]
     try:
         for next_one in asyncio.as_completed(asked):
             frame = BytesIO()
@@ -40,6 +43,10 @@ async def _ask(vm_id: str, relay: Callable[[Call], Awaitable[Reply]]) -> GuestRe
     except TelemetryError as error:
         frame = GuestReply(status=error.status, error=str(error))
         headers = error.headers
+    except Exception:  # a fault of ours with one guest must not end the stream for all
+        log.exception("call failed: vm=%s", vm_id)
+        frame = GuestReply(status=500, error="internal: a fault of this service, its log says more")
+        headers = {}
     frame.id = vm_id
     frame.schema = headers.get(SCHEMA_HEADER, "")
     frame.schema_status = headers.get(STATUS_HEADER, "")

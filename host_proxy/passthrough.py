@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 
 from gpuwire.address import Address
-from gpuwire.errors import BadReply, MethodNotAllowed, SchemaMismatch, UnknownMethod
+from gpuwire.errors import BadReply, MethodNotAllowed, SchemaMismatch, UnknownMethod, Unreachable
 from gpuwire.http_client import HttpClient, HttpReply
 from gpuwire.jsonshape import to_json
 from gpuwire.pb.vmm_pb2 import Id
 from gpuwire.prpc import Call, Reply, decode
 from gpuwire.schema import CURRENT, SCHEMA_HEADER, STATUS_HEADER, Policy, Unversioned, judge
 from host_proxy.sources import Fleet
-from host_proxy.upstream import Upstream
+from host_proxy.upstream import UPSTREAM, Upstream
 from host_proxy.vms import Vm
 
 log = logging.getLogger(__name__)
@@ -76,7 +76,7 @@ class PassThrough:
         vm = self._fleet().find(decode(call, Id).id)
         deadline_s = self._rules.timeout_s if timeout_s is None else min(timeout_s, self._rules.timeout_s)
         address, target, headers, body = self._route(call, vm)
-        reply = await self._client.exchange(address, "POST", target, headers, body, deadline_s=deadline_s)
+        reply = await self._client.exchange(address, "POST", target, headers, body, deadline_s=deadline_s, lane=vm.id)
         return self._checked(call, vm, reply)
 
     def _require_allowed(self, call: Call) -> None:
@@ -94,7 +94,8 @@ class PassThrough:
         if vm.guest is not None:
             # As a dstack VMM calls a guest: POST, `null` as JSON for an empty input.
             return vm.guest, f"/api/{call.method}{form}", headers, b"null" if call.json else b""
-        assert self._upstream is not None, "only an upstream names VMs without an address"
+        if self._upstream is None or UPSTREAM not in vm.sources:
+            raise Unreachable(f"{vm.id}: no source knows its CID or another address of its agent")
         if self._upstream.token:
             headers["Authorization"] = f"Bearer {self._upstream.token}"
         vm_id = Id(id=vm.id)

@@ -44,6 +44,10 @@ class QuickCalls:
         """A new connection's protocol. `otherwise` makes the one that takes over."""
         return _Connection(self, otherwise)
 
+    def is_busy(self, transport: asyncio.Transport) -> bool:
+        protocol = transport.get_protocol()
+        return isinstance(protocol, _Connection) and protocol.is_answering
+
     async def close(self) -> None:
         """Ends idle connections now, the others when they have answered, at the latest after SHUTDOWN_TIMEOUT_S."""
         calls = [task for connection in list(self.open) if (task := connection.close())]
@@ -74,6 +78,10 @@ class _Connection(asyncio.BufferedProtocol):
         self._early = b""  # what came before the call was answered
         self._may_write = True
         self._closing = False
+
+    @property
+    def is_answering(self) -> bool:
+        return self._call is not None
 
     def close(self) -> asyncio.Task[None] | None:
         """The call that is going on and will end the connection; None where that is done."""

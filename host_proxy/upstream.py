@@ -10,7 +10,9 @@ from dataclasses import dataclass
 
 import aiohttp
 from aiohttp import web
+from yarl import URL
 
+from gpuwire import service
 from gpuwire.address import Address, TcpAddress, UnixAddress, UrlAddress
 from gpuwire.bdf import Bdf
 from gpuwire.errors import BadReply, TelemetryError, Unreachable
@@ -21,6 +23,7 @@ from host_proxy.vms import Vm, in_attach_order
 
 log = logging.getLogger(__name__)
 
+UPSTREAM = "upstream"
 REFRESH_S = 1.5
 LIST_DEADLINE_S = 10.0
 # Of one connection; they are the server's and ours to set anew. Source: RFC 9110, section 7.6.1.
@@ -40,7 +43,7 @@ class Upstream:
 class UpstreamVmm:
     """Asks the VMM for its list again and again; what it said last stays while it is away."""
 
-    name = "upstream"
+    name = UPSTREAM
 
     def __init__(self, upstream: Upstream, session: aiohttp.ClientSession) -> None:
         self._upstream = upstream
@@ -61,7 +64,9 @@ class UpstreamVmm:
     async def refresh(self) -> None:
         try:
             async with asyncio.timeout(LIST_DEADLINE_S):
-                vms = {info.id: vm_of(info) for info in await list_vms(self._ask_status, str(self._upstream.address))}
+                vms = {
+                    info.id: vm_of(info) for info in await list_vms(self._ask_status, str(self._upstream.address)) if info.id
+                }
         except (TelemetryError, TimeoutError) as error:
             problem = str(error) or f"{self._upstream.address}: no complete list within {LIST_DEADLINE_S:g} s"
             if not self.problem or "not asked yet" in self.problem:
@@ -74,25 +79,38 @@ class UpstreamVmm:
         if vms != self._vms:
             self._vms = vms
 
-    async def relay(self, request: web.Request) -> web.StreamResponse:
-        """Passes a VMM call on and its reply back as it comes, whatever it is; raises Unreachable."""
+    async def relay(self, request: web.Request, *, guarded: bool) -> web.StreamResponse:
+        """Passes a VMM call on and its reply back as it comes, whatever it is; raises TelemetryError before the reply began.
+
+        `guarded`: the caller's token was for us, it goes no further. Where the caller brings none, ours is sent.
+        """
         headers = {name: value for name, value in request.headers.items() if name.lower() not in HOP_BY_HOP}
-        body = await request.read() if request.body_exists else None
+        if guarded:
+            headers.pop("Authorization", None)
+        if self._upstream.token:
+            headers.setdefault("Authorization", f"Bearer {self._upstream.token}")
+        body = await service.read_body(request)
+        # Encoded as it came: a URL that is parsed anew may come out as another one.
+        url = URL(self._base + request.rel_url.raw_path_qs, encoded=True)
+        response: web.StreamResponse | None = None
         try:
             async with self._session.request(
-                request.method, self._base + request.path_qs, data=body, headers=headers, allow_redirects=False
+                request.method, url, data=body or None, headers=headers, allow_redirects=False
             ) as reply:
-                kept = [(name, value) for name, value in reply.headers.items() if name.lower() not in HOP_BY_HOP]
-                response = web.StreamResponse(status=reply.status, reason=reply.reason, headers=dict(kept))
-                if reply.content_length is not None:
-                    response.content_length = reply.content_length
+                kept = {name: value for name, value in reply.headers.items() if name.lower() not in HOP_BY_HOP}
+                response = web.StreamResponse(status=reply.status, reason=reply.reason, headers=kept)
+                response.content_length = reply.content_length
                 await response.prepare(request)
                 async for chunk in reply.content.iter_any():
                     await response.write(chunk)
                 await response.write_eof()
-                return response
-        except aiohttp.ClientError as error:
-            raise Unreachable(f"{self._upstream.address}: {_reason(error)}") from None
+        except (aiohttp.ClientError, TimeoutError) as error:
+            if response is None or not response.prepared:
+                raise Unreachable(f"{self._upstream.address}: {_reason(error)}") from None
+            service.cut(request)  # the reply is on its way: only a cut connection says that it is not whole
+        except ConnectionError:
+            service.cut(request)  # the caller has left
+        return response or web.Response(status=Unreachable.status)
 
     async def _ask_status(self, request: bytes) -> tuple[int, bytes]:
         headers = {"Authorization": f"Bearer {self._upstream.token}"} if self._upstream.token else {}
@@ -140,7 +158,7 @@ def vm_of(info: VmInfo) -> Vm:
         gpus=tuple(slots) if known else None,
         attached=attached or in_attach_order(slots, hugepages),
         hugepages=hugepages,
-        sources=("upstream",),
+        sources=(UPSTREAM,),
     )
 
 
@@ -155,5 +173,5 @@ def _base_url(address: Address) -> str:
     raise ValueError(f"{address} cannot be a VMM's")
 
 
-def _reason(error: aiohttp.ClientError) -> str:
+def _reason(error: aiohttp.ClientError | TimeoutError) -> str:
     return (error.strerror if isinstance(error, OSError) and error.strerror else "") or " ".join(str(error).split())

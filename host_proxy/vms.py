@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+import os
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from gpuwire.address import Address, parse_address
+from gpuwire.address import VSOCK_ANY, Address, UnixAddress, UrlAddress, VsockAddress, parse_address
 from gpuwire.bdf import Bdf
 from gpuwire.errors import StartError
 from gpuwire.placement import AttachedCard
@@ -94,11 +95,12 @@ def _parse_vm(entry: Mapping[str, Any]) -> Vm:
         raise ValueError("gpus names a card twice")
     if len(set(hosts)) != len(hosts) or not set(hosts) <= set(gpus or ()):
         raise ValueError("pci_map names a host card twice, or one that gpus does not list")
+    guest = parse_address(texts.pop("guest"))
+    if isinstance(guest, UrlAddress) or (isinstance(guest, VsockAddress) and guest.cid == VSOCK_ANY):
+        raise ValueError(f"guest {guest}: one VM's agent is called at unix:, vsock:CID:PORT, hybrid: or tcp:")
     hugepages = _typed(entry, "hugepages", bool, False)
     attached = tuple(AttachedCard(host, guest, "declared") for guest, host in pci_map) or in_attach_order(gpus or (), hugepages)
-    return Vm(
-        guest=parse_address(texts.pop("guest")), gpus=gpus, attached=attached, hugepages=hugepages, sources=("vms",), **texts
-    )
+    return Vm(guest=guest, gpus=gpus, attached=attached, hugepages=hugepages, sources=("vms",), **texts)
 
 
 def in_attach_order(gpus: Iterable[Bdf], hugepages: bool) -> tuple[AttachedCard, ...]:
@@ -123,7 +125,7 @@ def _refuse_twice(vm: Vm, others: Iterable[Vm]) -> None:
     for other in others:
         if vm.id == other.id:
             raise ValueError(f"id {vm.id!r} is used twice")
-        if vm.guest == other.guest:
+        if _machine(vm.guest) == _machine(other.guest):
             raise ValueError(f"guest {vm.guest} is also that of {other.id!r}")
         if shared := set(vm.gpus or ()) & set(other.gpus or ()):
             raise ValueError(f"card {min(shared)} is also attached to {other.id!r}")
@@ -134,6 +136,20 @@ def _read_vms(path: Path) -> dict[str, Vm]:
         path.stat()  # says that there is none
         raise ValueError("not a regular file")  # a pipe in its place would hang every call
     return parse_vms(path.read_text())
+
+
+def _is_blank(path: Path) -> bool:
+    return path.is_file() and not path.read_text().strip()
+
+
+def _machine(guest: Address | None) -> object:
+    """What two addresses of one VM have in common: a CID has many ports, a path many spellings."""
+    match guest:
+        case VsockAddress(cid, _):
+            return cid
+        case UnixAddress(path):
+            return os.path.normpath(path)
+    return guest
 
 
 class VmsFile:
@@ -159,6 +175,8 @@ class VmsFile:
 
     def _reload(self) -> None:
         try:
+            if _is_blank(self._path):
+                raise ValueError("it is empty; a host without VMs is: vm = []")  # many editors empty a file before they write
             self._vms = _read_vms(self._path)
         except (OSError, ValueError) as error:
             self.problem = f"{self._path} is broken, the last good one stays: {error}"

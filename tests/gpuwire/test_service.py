@@ -23,7 +23,7 @@ import click
 import pytest
 from aiohttp import web
 
-from gpuwire import errors, service
+from gpuwire import errors, listener, service
 from gpuwire.address import TcpAddress, UnixAddress, VsockAddress
 from gpuwire.errors import StartError, TelemetryError
 from gpuwire.pb.prpc_pb2 import PrpcError
@@ -612,7 +612,7 @@ async def test_idle_connections_keep_nobody_out(short_dir: Path) -> None:
     path = short_dir / "a"
     async with service.http_server(app, UnixAddress(str(path))):
         idle = []
-        for _ in range(service.MAX_CONNECTIONS + 50):
+        for _ in range(listener.MAX_CONNECTIONS + 50):
             _, writer = await asyncio.open_unix_connection(str(path))
             writer.write(b"GET / HTT")
             idle.append(writer)

@@ -78,3 +78,17 @@ async def test_a_caller_that_leaves_ends_what_it_asked_for(proxy: Proxy) -> None
 async def test_rubbish_is_malformed(proxy: Proxy) -> None:
     await proxy.start()
     assert (await proxy.call("/guests/GpuInfo", b"\xff"))[0] == 400
+
+
+async def test_a_vm_that_is_named_often_is_asked_once(proxy: Proxy) -> None:
+    await proxy.start()
+    found = [frame.id async for frame in frames(proxy, *["vm-1"] * 1000, "vm-2")]
+
+    assert sorted(found) == ["vm-1", "vm-2"]
+    assert len(proxy.guests["vm-1"].calls) == 1
+
+
+async def test_a_list_of_ids_beyond_all_reason_is_refused(proxy: Proxy) -> None:
+    await proxy.start()
+    async with proxy.session.post("http://proxy/guests/GpuInfo", data=BytesIO(b"\x0a\x00" * 600_000)) as reply:
+        assert reply.status == 413

@@ -114,7 +114,7 @@ async def test_discovery_without_vms_is_an_empty_list_and_with_a_broken_source_a
     await proxy.start()
     vms = proxy.folder / "vms.toml"
     vms.unlink()
-    vms.write_text("")
+    vms.write_text("vm = []")
     status, body, headers = await proxy.call("/sd", http_method="GET")
     assert (status, json.loads(body), headers["Content-Type"]) == (200, [], "application/json; charset=utf-8")
 
@@ -157,6 +157,6 @@ async def test_a_vms_series_end_with_it(proxy: Proxy) -> None:
     await proxy.call("/guest/GpuInfo", Id(id="vm-1").SerializeToString())
     vms = proxy.folder / "vms.toml"
     vms.unlink()
-    vms.write_text("")
+    vms.write_text("vm = []")
 
     assert "gpu_host_proxy_schema_verdicts_total" not in await series(proxy, "/metrics")

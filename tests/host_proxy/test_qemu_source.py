@@ -8,7 +8,11 @@ import pytest
 
 from gpuwire.address import VsockAddress
 from gpuwire.bdf import Bdf
-from gpuwire.errors import Conflict
+from gpuwire.errors import Conflict, Unreachable
+from gpuwire.http_client import HttpClient
+from gpuwire.prpc import Call
+from gpuwire.schema import Policy, Unversioned
+from host_proxy.passthrough import PassThrough, Rules
 from host_proxy.qemu_source import QemuSource
 from host_proxy.sources import merge
 from tests.fakes.sysfs import NVSWITCH, write_pci_device, write_sysfs
@@ -119,3 +123,15 @@ async def test_processes_that_cannot_be_read_keep_the_last_list_and_are_a_proble
 
     assert list(host.source.current()) == ["vm-1"]
     assert "No such file or directory" in host.source.problem
+
+
+async def test_a_vm_without_a_cid_is_a_clear_error(host: Host) -> None:
+    host.start(100)
+    await host.source.refresh()
+    client = HttpClient(max_reply=1000)
+    rules = Rules(Policy.OFF, Unversioned.ALLOW, frozenset({"GpuInfo"}), 1)
+    passthrough = PassThrough(client, lambda: merge([host.source.current()]), rules)
+
+    with pytest.raises(Unreachable, match="vm-1: no source knows its CID"):
+        await passthrough.relay(Call("GpuInfo", get=False, json=True, query={}, body=b'{"id": "vm-1"}'))
+    await client.close()

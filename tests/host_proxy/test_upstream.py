@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
+import aiohttp
 import pytest
 from aiohttp import web
+from yarl import URL
 
 from gpuwire.address import UnixAddress
 from gpuwire.bdf import Bdf
@@ -17,6 +20,7 @@ from gpuwire.placement import AttachedCard
 from gpuwire.schema import Unversioned
 from host_proxy.upstream import REFRESH_S, Upstream, vm_of
 from host_proxy.vms import Vm
+from tests.fakes.unix_server import serving
 from tests.fakes.vmm import FakeVmm, Guest, running_vm
 from tests.host_proxy.conftest import Proxy
 
@@ -30,6 +34,21 @@ async def vmm(short_dir: Path) -> AsyncIterator[FakeVmm]:
     ]
     async with FakeVmm(guests).serving(short_dir / "upstream.sock") as fake:
         yield fake
+
+
+@asynccontextmanager
+async def echoing_vmm(socket: Path) -> AsyncIterator[list[tuple[str, str]]]:
+    """A VMM that answers with the request's target; what it was asked, with which Authorization."""
+    seen: list[tuple[str, str]] = []
+
+    async def echo(request: web.Request) -> web.Response:
+        seen.append((request.raw_path, request.headers.get("Authorization", "")))
+        return web.Response(text=request.raw_path, headers={"X-Of-The-Vmm": "kept"})
+
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", echo)
+    async with serving(app, socket):
+        yield seen
 
 
 def upstream(proxy: Proxy, token: str = "") -> Upstream:
@@ -74,23 +93,49 @@ async def test_the_vmms_own_calls_pass_untouched(proxy: Proxy, vmm: FakeVmm) -> 
 
 
 async def test_a_clients_token_goes_with_its_call(proxy: Proxy, short_dir: Path) -> None:
-    seen: list[str] = []
+    async with echoing_vmm(short_dir / "upstream.sock") as seen:
+        await proxy.start(upstream=upstream(proxy, token="ours"))
+        url = URL("http://proxy/prpc/Version?x=a%2fb", encoded=True)
+        async with proxy.session.get(url, headers={"Authorization": "Bearer theirs"}) as reply:
+            assert (await reply.text(), reply.headers["X-Of-The-Vmm"]) == ("/prpc/Version?x=a%2fb", "kept")
 
-    async def echo(request: web.Request) -> web.Response:
-        seen.append(request.headers.get("Authorization", "none"))
-        return web.Response(text=request.path_qs, headers={"X-Of-The-Vmm": "kept"})
+        assert {token for _, token in seen} == {"Bearer ours", "Bearer theirs"}
 
-    app = web.Application()
-    app.router.add_route("*", "/{path:.*}", echo)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    await web.UnixSite(runner, str(short_dir / "upstream.sock")).start()
-    await proxy.start(upstream=upstream(proxy, token="ours"))
 
-    async with proxy.session.get("http://proxy/prpc/Version?x=1", headers={"Authorization": "Bearer theirs"}) as reply:
-        assert (await reply.text(), reply.headers["X-Of-The-Vmm"]) == ("/prpc/Version?x=1", "kept")
-    assert set(seen) == {"Bearer ours", "Bearer theirs"}
-    await runner.cleanup()
+@pytest.mark.parametrize(
+    "path", ["/prpc/../guest/Shutdown", "/prpc/%2e%2e/guest/Shutdown", "/prpc//../../guest/Shutdown", "/prpc/..", "/prpc/"]
+)
+async def test_nothing_but_a_vmms_own_call_is_reached_by_way_of_it(proxy: Proxy, short_dir: Path, path: str) -> None:
+    async with echoing_vmm(short_dir / "upstream.sock") as seen:
+        await proxy.start(upstream=upstream(proxy))
+        async with proxy.session.post(URL(f"http://proxy{path}", encoded=True), data=b'{"id": "vm-3"}') as reply:
+            assert reply.status == 404
+        assert {target for target, _ in seen} == {"/prpc/Status"}
+
+
+async def test_one_hung_guest_behind_the_vmm_delays_no_other(proxy: Proxy, vmm: FakeVmm) -> None:
+    vmm.guests[1].hang = True
+    await proxy.start(upstream=upstream(proxy), unversioned=Unversioned.ALLOW, timeout_s=1)
+    hung = [asyncio.create_task(proxy.call("/guest/GpuInfo?id=vm-3", http_method="GET")) for _ in range(30)]
+    await asyncio.sleep(0.1)
+
+    assert (await proxy.call("/guest/GpuInfo?id=vm-many-7", http_method="GET"))[0] == 200
+    assert {reply[0] for reply in await asyncio.gather(*hung)} == {503, 504}
+
+
+async def test_an_upstream_that_dies_amid_its_reply_cuts_the_callers_too(proxy: Proxy, short_dir: Path) -> None:
+    async def cut(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 600\r\n\r\n0123456789")
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_unix_server(cut, str(short_dir / "upstream.sock"))
+    await proxy.start(upstream=upstream(proxy))
+    with pytest.raises(aiohttp.ClientError):
+        await proxy.call("/prpc/Version", b"")
+    server.close()
+    await server.wait_closed()
 
 
 async def test_a_vm_that_stops_is_gone_soon_after_and_one_that_starts_is_there(proxy: Proxy, vmm: FakeVmm) -> None:

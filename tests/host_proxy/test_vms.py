@@ -81,6 +81,13 @@ def test_the_cards_of_a_map_need_no_list() -> None:
             "id = 'a'\nguest = 'h:1'\ngpus = ['3b:00.0']\n[[vm]]\nid = 'b'\nguest = 'h:2'\ngpus = ['3b:00.0']",
             "number 2: card 0000:3b:00.0 is also attached to 'a'",
         ),
+        (
+            "id = 'a'\nguest = 'vsock:3:8000'\n[[vm]]\nid = 'b'\nguest = 'vsock:3:8001'",
+            "guest vsock:3:8001 is also that of 'a'",
+        ),
+        ("id = 'a'\nguest = 'unix:/a/g'\n[[vm]]\nid = 'b'\nguest = 'unix:/a/../a/g'", "is also that of 'a'"),
+        ("id = 'a'\nguest = 'vsock:any:8000'", "number 1: guest vsock:any:8000: one VM's agent"),
+        ("id = 'a'\nguest = 'http://h'", "number 1: guest http://h:80: one VM's agent"),
         ("id = ", "line 2"),
     ],
 )
@@ -111,7 +118,7 @@ def test_a_change_is_seen_at_the_next_look(tmp_path: Path) -> None:
     assert set(vms.current()) == {"vm-3"}
 
 
-@pytest.mark.parametrize("breakage", ["[[vm", None])
+@pytest.mark.parametrize("breakage", ["[[vm", "", None])
 def test_a_broken_edit_keeps_the_last_good_one_and_says_so_once(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, breakage: str | None
 ) -> None:
@@ -129,7 +136,7 @@ def test_a_broken_edit_keeps_the_last_good_one_and_says_so_once(
     assert len(caplog.records) == 1
     assert str(path) in caplog.text
 
-    rewrite(path, "")
+    rewrite(path, "vm = []")
     assert vms.current() == {}
 
 
