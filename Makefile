@@ -5,11 +5,12 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PROTOS := $(wildcard proto/gpuwire/pb/*.proto)
 
-.PHONY: help demo test check golden screenshots proto migration
+.PHONY: help demo test soak check golden screenshots proto migration
 
 help:
 	@echo "make demo       three CVMs, a proxy and an aggregator on this machine; Ctrl-C ends them"
 	@echo "make test       all tests (PYTEST_ARGS=... passes arguments on)"
+	@echo "make soak       the long proofs: outages, locks, kills (six minutes)"
 	@echo "make check      formatter, linter, type checker"
 	@echo "make golden     rewrite generated docs and golden files; the diff is the review"
 	@echo "make screenshots  retake the docs' pictures (needs chromium)"
@@ -28,6 +29,9 @@ demo: $(READY)
 
 test: $(READY)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+soak: $(READY)
+	$(BIN)/python -m pytest -s -m soak tests/soak $(PYTEST_ARGS)
 
 check: $(READY)
 	$(BIN)/ruff format --check .

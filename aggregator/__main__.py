@@ -2,35 +2,43 @@
 
 from __future__ import annotations
 
-import asyncio
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from json import dumps
+from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 
-from aggregator.app import serve
+from aggregator.app import known_cards, serve
+from aggregator.calls import Slots
 from aggregator.errors import DatabaseAway
+from aggregator.fleet import Registered
+from aggregator.identity import Identity
+from aggregator.metrics import SelfMetrics
 from aggregator.outcome import ANSWERED, VMM_UNREACHABLE
-from aggregator.poller import Poller, poll_once
+from aggregator.poller import Poller, Shared, poll_once
 from aggregator.rows import Poll
-from aggregator.settings import PollSettings, Settings, Vmm, parse_vmm
+from aggregator.settings import DEFAULT_INTERVAL_S, PollSettings, Settings, Vmm, parse_vmm
 from aggregator.store import Store
+from aggregator.vmm_client import VmmConnections
 from gpuwire import service
+from gpuwire.address import TcpAddress
 from gpuwire.errors import NotRunning, StartError
 from gpuwire.schema import Unversioned
 
 F = TypeVar("F", bound=Callable[..., None])
 MIN_STALE_AFTER_S = 120.0
 STALE_MARGIN_S = 10.0
+FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 
 
 class VmmParam(click.ParamType):  # type: ignore[type-arg]
-    name = "[NAME=]ADDR"
+    name = "[NAME=]ADDR[#token-file=FILE]"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         try:
@@ -59,7 +67,11 @@ def poll_options(function: F) -> F:
     for option in (
         service.schema_options(unversioned=Unversioned.ALLOW),
         click.option(
-            "--concurrency", type=click.IntRange(min=1), default=64, show_default=True, help="Calls at once, at most."
+            "--concurrency",
+            type=click.IntRange(min=1),
+            default=64,
+            show_default=True,
+            help="Calls at once, at most; one that has waited for a tenth of its time does not count.",
         ),
         click.option(
             "--timeout", type=service.SECONDS, default=10, show_default=True, help="Time that a VMM has for one call."
@@ -68,9 +80,9 @@ def poll_options(function: F) -> F:
             "--vmm",
             type=VmmParam(),
             multiple=True,
-            required=True,
             help="VMM or host proxy to poll; NAME stands in the history. May be repeated.",
         ),
+        click.option("--discover", is_flag=True, help="Poll the dstack VMMs that registered themselves on this host too."),
         db_option,
     ):
         function = option(function)
@@ -84,12 +96,26 @@ def poll_options(function: F) -> F:
     type=service.ADDRESS,
     default="127.0.0.1:8080",
     show_default=True,
-    callback=service.loopback_only,
     help="Where the page is served.",
 )
-@click.option("--interval", type=service.SECONDS, default=15, show_default=True, help="Time between two polls of a CVM.")
+@click.option("--token-file", type=FILE, help="Tokens that TCP callers must send as Authorization: Bearer; one a line.")
+@click.option("--tls-cert", type=FILE, help="Certificate chain for a TCP listener, PEM; needs --tls-key.")
+@click.option("--tls-key", type=FILE, help="Its key, PEM.")
+@click.option(
+    "--interval",
+    type=service.SECONDS,
+    default=DEFAULT_INTERVAL_S,
+    show_default=True,
+    help="Time between two polls of a CVM.",
+)
 @click.option(
     "--stale-after", type=service.SECONDS, help="Age at which a sample is stale.  [default: 120, or 3 intervals if longer]"
+)
+@click.option(
+    "--spool",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Folder for what waits while the database is away.  [default: FILE.spool beside a SQLite file, else "
+    "gpu-aggregator-spool]",
 )
 @click.option("--upgrade", is_flag=True, help="Upgrade a database of an older version before starting.")
 @click.option("--notice", default="", help="A line to show on top of the page, such as: staging fleet.")
@@ -102,8 +128,15 @@ def serve_command(interval: float, stale_after: float | None, **flags: Any) -> N
             f"--stale-after {stale_after:g} is too short: at least the interval + {STALE_MARGIN_S:g} s = "
             f"{interval + STALE_MARGIN_S:g}, or every sample would be stale"
         )
-    own = {name: flags.pop(name) for name in ("db", "listen", "upgrade", "notice")}
-    settings = Settings(poll=poll_settings(**flags), interval=interval, stale_after=stale_after, **own)
+    cert, key = flags.pop("tls_cert"), flags.pop("tls_key")
+    if bool(cert) != bool(key):
+        raise click.UsageError("--tls-cert and --tls-key go together")
+    own = {name: flags.pop(name) for name in ("db", "listen", "upgrade", "notice", "spool", "token_file")}
+    tls = (cert, key) if cert else None
+    settings = Settings(poll=poll_settings(**flags), interval=interval, stale_after=stale_after, tls=tls, **own)
+    listen = settings.listen
+    if isinstance(listen, TcpAddress) and not service.is_loopback(listen.host) and settings.token_file is None:
+        raise click.UsageError(f"{listen} can be reached from elsewhere: give --token-file, or listen on loopback or unix:")
     service.run(lambda stop: serve(settings, stop))
 
 
@@ -135,17 +168,26 @@ def db_upgrade(db: str) -> None:
         click.echo(f"database {store.name} has schema {store.revision()}")
 
 
-def poll_settings(vmm: tuple[Vmm, ...], **rest: Any) -> PollSettings:
+def poll_settings(vmm: tuple[Vmm, ...], discover: bool, **rest: Any) -> PollSettings:
+    if not vmm and not discover:
+        raise click.UsageError("Missing option '--vmm': name a VMM to poll, or give --discover")
     if twice := [name for name, count in Counter(v.name for v in vmm).items() if count > 1]:
         raise click.UsageError(f"--vmm: the name {twice[0]!r} is used twice")
-    return PollSettings(vmms=vmm, **rest)
+    return PollSettings(vmms=vmm, discover=discover, **rest)
 
 
 async def poll_and_store(db: str, settings: PollSettings) -> tuple[list[Poll], dict[str, str]]:
+    if settings.discover:
+        settings = replace(settings, vmms=(*settings.vmms, *Registered(settings.vmms).find()))
     with closing(Store(db)) as store:
         store.require_current()
-        calls = asyncio.Semaphore(settings.concurrency)
-        polls, failures = await poll_once([Poller(vmm, settings, calls) for vmm in settings.vmms])
+        identity = Identity(DEFAULT_INTERVAL_S)
+        identity.remember(known_cards(store), time.time_ns() // 1_000_000, grace=False)
+        connections = VmmConnections()
+        slots = Slots(settings.concurrency, settings.timeout)
+        shared = Shared(settings, connections, slots, identity, SelfMetrics())
+        polls, failures = await poll_once([Poller(vmm, shared) for vmm in settings.vmms], identity)
+        await connections.close()
         try:
             store.write(polls)
         except DatabaseAway as error:

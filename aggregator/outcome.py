@@ -13,12 +13,19 @@ from gpuwire.errors import BadReply, DeadlineExceeded, NotRunning, SchemaMismatc
 from gpuwire.http_client import HttpReply
 from gpuwire.pb.prpc_pb2 import PrpcError
 from gpuwire.schema import SCHEMA_HEADER, STATUS_HEADER, Policy, Unversioned, judge
+from gpuwire.trust import clean_text
 
 OK = "ok"
 NO_GPU = "no_gpu"
 NVML_ERROR = "nvml_error"
+CONTESTED = "contested"
 VMM_UNREACHABLE = "vmm_unreachable"
-ANSWERED = (OK, NO_GPU, NVML_ERROR)
+ANSWERED = (OK, NO_GPU, NVML_ERROR, CONTESTED)
+
+# Kinds of refusal, beside those of gpuwire.trust.
+REPLY_BROKEN = "reply_broken"
+AGE_ABSURD = "age_absurd"
+DETAIL_CLIPPED = "detail_clipped"
 
 REFUSED = ("older", "newer", "drift", "unversioned")
 MAX_DETAIL = 512
@@ -28,12 +35,14 @@ EARLIEST_MS = 1_577_836_800_000  # 2020-01-01: a sample before this project's ti
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """`word` is one of the contract's outcome words; `snapshot` is set where the guest answered."""
+    """`word` is one of the contract's outcome words; `snapshot` is set where the guest answered; `refused` are the kinds of
+    what was not believed of the reply as a whole."""
 
     word: str
     detail: str = ""
     schema_status: str = ""
     snapshot: GpuSnapshot | None = None
+    refused: tuple[str, ...] = ()
 
 
 def classify_reply(reply: HttpReply, polled_at_ms: int, policy: Policy, unversioned: Unversioned) -> Outcome:
@@ -45,22 +54,25 @@ def classify_reply(reply: HttpReply, polled_at_ms: int, policy: Policy, unversio
         return Outcome(SchemaMismatch.word, verdict.refusal, verdict.status)
     try:
         snapshot = decode_snapshot(reply.body)
-        _require_sane_age(snapshot.sample_age_ms, polled_at_ms)
     except BadReply as error:
-        return Outcome(BadReply.word, _clip(str(error)), verdict.status)
+        return _outcome(BadReply.word, str(error), verdict.status, refused=REPLY_BROKEN)
+    if not _is_sane_age(snapshot.sample_age_ms, polled_at_ms):
+        absurd = BadReply(f"sample_age_ms = {snapshot.sample_age_ms}: no sample is that old")
+        return _outcome(BadReply.word, str(absurd), verdict.status, refused=AGE_ABSURD)
     if snapshot.error:
-        return Outcome(NVML_ERROR, _clip(snapshot.error), verdict.status, snapshot)
+        return _outcome(NVML_ERROR, snapshot.error, verdict.status, snapshot)
     return Outcome(OK if snapshot.gpus else NO_GPU, "", verdict.status, snapshot)
 
 
 def classify_failure(error: TelemetryError) -> Outcome:
     """For a call that brought no reply: the VMM is away, or the guest behind it spoilt the exchange."""
-    word = error.word if isinstance(error, DeadlineExceeded | BadReply) else VMM_UNREACHABLE
-    return Outcome(word, _clip(str(error)))
+    if isinstance(error, BadReply):
+        return _outcome(BadReply.word, str(error), refused=REPLY_BROKEN)
+    return _outcome(error.word if isinstance(error, DeadlineExceeded) else VMM_UNREACHABLE, str(error))
 
 
 def _classify_error(reply: HttpReply, schema_status: str) -> Outcome:
-    detail = _clip(_error_text(reply.body) or f"status {reply.status}")
+    detail = _error_text(reply.body) or f"status {reply.status}"
     if reply.status == SchemaMismatch.status and (not schema_status or schema_status in REFUSED):
         word = SchemaMismatch.word
     elif schema_status:
@@ -71,7 +83,7 @@ def _classify_error(reply: HttpReply, schema_status: str) -> Outcome:
         word = NotRunning.word
     else:
         word = Unreachable.word
-    return Outcome(word, detail, schema_status)
+    return _outcome(word, detail, schema_status)
 
 
 def _error_text(body: bytes) -> str:
@@ -86,12 +98,15 @@ def _error_text(body: bytes) -> str:
         return ""
 
 
-def _require_sane_age(age_ms: int | None, polled_at_ms: int) -> None:
-    """Raises BadReply for an age that no clock gives: it would write into any year the guest likes."""
-    if age_ms is not None and (age_ms > MAX_AGE_MS or polled_at_ms - age_ms < EARLIEST_MS):
-        raise BadReply(f"sample_age_ms = {age_ms}: no sample is that old")
+def _is_sane_age(age_ms: int | None, polled_at_ms: int) -> bool:
+    """Any other would write into whatever year the guest likes."""
+    return age_ms is None or (age_ms <= MAX_AGE_MS and polled_at_ms - age_ms >= EARLIEST_MS)
 
 
-def _clip(text: str) -> str:
-    """Short, and without what a database or a terminal would take amiss: part of it is the guest's."""
-    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text[:MAX_DETAIL])
+def _outcome(
+    word: str, detail: str, schema_status: str = "", snapshot: GpuSnapshot | None = None, *, refused: str = ""
+) -> Outcome:
+    kinds = [refused] if refused else []
+    if len(detail) > MAX_DETAIL:
+        kinds.append(DETAIL_CLIPPED)
+    return Outcome(word, clean_text(detail, MAX_DETAIL), schema_status, snapshot, tuple(kinds))

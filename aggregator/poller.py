@@ -1,4 +1,14 @@
-"""Asks every running CVM of every VMM, each in its own turn, and hands on what came: an edge, it owns calls and clocks."""
+"""Asks every running CVM of one VMM, each in its own turn, and hands on what came: an edge, it owns calls and clocks.
+
+Turns are spread over the interval VM by VM (turns.py). Where the VMM offers one call for many guests, a turn that comes takes
+those of the next fifteenth of the interval with it, at most a second's, and the call names just these VMs. So a guest keeps
+its own instant within the interval, its own backing off and its own hour; a host's guests are not all woken at once; and a
+call that waits for a hung guest holds up no other: the next one goes out beside it.
+
+A VMM without that call gets single calls; it is offered the other again after each refresh of its list. What a VM's answer
+means is told from the reply alone, which is the same either way. While a VMM is away its VMs are marked so and not asked; their
+turns go on when it is back.
+"""
 
 from __future__ import annotations
 
@@ -6,137 +16,353 @@ import asyncio
 import logging
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Protocol
 
-from aggregator.outcome import VMM_UNREACHABLE, Outcome, classify_failure, classify_reply
+from aggregator.calls import HostCall, Slots
+from aggregator.identity import Identity
+from aggregator.outcome import (
+    ANSWERED,
+    CONTESTED,
+    DETAIL_CLIPPED,
+    MAX_DETAIL,
+    OK,
+    VMM_UNREACHABLE,
+    Outcome,
+    classify_failure,
+    classify_reply,
+)
 from aggregator.rows import Cvm, Poll
-from aggregator.samples import samples_of
+from aggregator.samples import Placing, samples_of
 from aggregator.settings import PollSettings, Vmm
-from aggregator.vmm_client import VmmClient
+from aggregator.targets import Target, target_of
+from aggregator.turns import Turn, Turns
+from aggregator.vmm_client import VmmClient, VmmConnections
+from gpuwire.bdf import Bdf
 from gpuwire.errors import NotRunning, TelemetryError
-from gpuwire.pb.vmm_pb2 import VmInfo
+from gpuwire.http_client import HttpReply
 
 log = logging.getLogger(__name__)
 
 LIST_REFRESH_S = 60.0
+HOUR_S = 3600.0
+GATHERED = 1 / 15
+MAX_GATHER_S = 1.0
+RUNNING = "running"
+MAX_VM_ID = 256
 Sink = Callable[[Poll], None]
 
 
+class Watch(Protocol):
+    """Who counts what pollers do."""
+
+    def polled(self, cvm: Cvm, outcome: str, elapsed_s: float | None) -> None: ...
+
+    def refused(self, cvm: Cvm, kinds: Mapping[str, int]) -> None: ...
+
+    def contested(self, cvm: Cvm, cards: int) -> None: ...
+
+    def late(self, vmm: str, lag_s: float) -> None: ...
+
+    def skipped(self, vmm: str, turns: int) -> None: ...
+
+    def listed(self, vmm: str, vms: Mapping[str, Target] | None) -> None: ...
+
+    def gone(self, vmm: str) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Shared:
+    """What the pollers of all VMMs have together."""
+
+    settings: PollSettings
+    connections: VmmConnections
+    slots: Slots
+    identity: Identity
+    watch: Watch
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What came of asking one VM; `elapsed_s` is None where it was not asked, for its VMM is away."""
+
+    target: Target
+    outcome: Outcome
+    polled_at_ms: int
+    elapsed_s: float | None
+
+
+@dataclass(slots=True)
+class _Told:
+    """What was logged of a VM, so that only what is new is logged."""
+
+    word: str = ""
+    refused: set[str] = field(default_factory=set)
+
+
 class Poller:
-    """Polls the VMs of one VMM. `calls` bounds the calls in flight over all VMMs."""
+    """Polls the VMs of one VMM."""
 
-    def __init__(self, vmm: Vmm, settings: PollSettings, calls: asyncio.Semaphore) -> None:
+    def __init__(self, vmm: Vmm, shared: Shared) -> None:
         self.vmm = vmm
-        self._settings = settings
-        self._client = VmmClient(vmm, settings.timeout, settings.concurrency)
-        self._calls = calls
-        self._vms: dict[str, VmInfo] = {}
-        self._turns: dict[str, asyncio.Task[None]] = {}
-        self._vanished = asyncio.Event()
-        self._said: dict[str, str] = {}
+        self._shared = shared
+        self._settings = shared.settings
+        self._client = VmmClient(vmm, shared.connections, shared.settings.timeout)
+        self._targets: dict[str, Target] = {}
+        self._placings: dict[str, Placing] = {}
+        self._models: Mapping[Bdf, str] = {}
+        self._told: dict[str, _Told] = {}
+        self._asking: dict[str, asyncio.Task[None]] = {}
+        self._one_call = True
+        self._away = False
+        self._list_outdated = asyncio.Event()
+        self._turns_changed = asyncio.Event()
 
-    async def close(self) -> None:
-        await self._client.close()
+    # Once
 
-    async def list_running(self) -> list[VmInfo]:
+    async def list_running(self) -> list[Target]:
         """Raises TelemetryError."""
-        return [vm for vm in await self._client.list_vms() if vm.status == "running"]
+        vms = await self._client.list_vms()
+        targets = {vm.id: target_of(self.vmm.name, vm) for vm in vms if vm.status == RUNNING and 0 < len(vm.id) <= MAX_VM_ID}
+        self._targets = targets
+        self._placings = {vm_id: placing for vm_id, placing in self._placings.items() if vm_id in targets}
+        self._told = {vm_id: told for vm_id, told in self._told.items() if vm_id in targets or not vm_id}
+        self._shared.identity.learn(self.vmm.name, targets, _now_ms())
+        return list(targets.values())
 
-    async def poll(self, vm: VmInfo) -> Poll:
-        """One attempt; a failed one is a result too."""
-        async with self._calls:
-            try:
-                reply = await self._client.gpu_info(vm.id)
-            except TelemetryError as error:
-                return self._result(vm, _now_ms(), classify_failure(error))
+    async def learn_models(self) -> None:
+        """What it cannot be told stays as it was."""
+        with suppress(TelemetryError):
+            self._models = await self._client.models()
+
+    async def ask_all(self, targets: Sequence[Target]) -> list[Asked]:
+        """Each of them once, side by side."""
+        size = self._settings.concurrency
+        groups = [self._ask_group(targets[start : start + size]) for start in range(0, len(targets), size)]
+        return [asked for group in await asyncio.gather(*groups) for asked in group]
+
+    async def _ask_group(self, targets: Sequence[Target]) -> list[Asked]:
+        async with asyncio.TaskGroup() as group:
+            call = self._host_call(group, [target.cvm.vm_id for target in targets])
+            tasks = [group.create_task(self._ask(target, call)) for target in targets]
+        return [task.result() for task in tasks]
+
+    def conclude(self, asked: Asked) -> tuple[Poll, Mapping[str, int]]:
+        """From one answer to the rows that are stored of it, and what of it was refused, by kind."""
+        target, outcome, vm_id = asked.target, asked.outcome, asked.target.cvm.vm_id
+        refused = Counter(outcome.refused)
+        snapshot = outcome.snapshot
+        if snapshot is None:
+            poll = Poll(target.cvm, asked.polled_at_ms, outcome.word, outcome.detail, outcome.schema_status)
+            self._count(poll, refused, 0, asked.elapsed_s)
+            return poll, refused
+        placed = samples_of(snapshot, target, asked.polled_at_ms, self._placings.get(vm_id), self._models)
+        self._placings[vm_id] = placed.placing
+        settled = self._shared.identity.settle(target, placed.samples, asked.polled_at_ms)
+        refused = refused + placed.refused + settled.refused
+        parts = (*settled.contested, *settled.claimed_too, _refusals(refused), outcome.detail)
+        detail = "; ".join(part for part in parts if part)
+        if len(detail) > MAX_DETAIL:
+            detail = detail[:MAX_DETAIL]
+            refused[DETAIL_CLIPPED] = 1
+        poll = Poll(
+            target.cvm,
+            asked.polled_at_ms,
+            CONTESTED if settled.contested and outcome.word == OK else outcome.word,
+            detail,
+            outcome.schema_status,
+            cc_enabled=snapshot.cc_enabled,
+            cc_ready=snapshot.cc_ready,
+            samples=settled.samples,
+        )
+        self._count(poll, refused, len(settled.contested), asked.elapsed_s)
+        return poll, refused
+
+    def _count(self, poll: Poll, refused: Mapping[str, int], contested: int, elapsed_s: float | None) -> None:
+        watch = self._shared.watch
+        watch.polled(poll.cvm, poll.outcome, elapsed_s)
+        watch.contested(poll.cvm, contested)
+        if refused:
+            watch.refused(poll.cvm, refused)
+
+    def _host_call(self, group: asyncio.TaskGroup, vm_ids: Sequence[str]) -> HostCall | None:
+        if not self._one_call:
+            return None
+        call = HostCall(self._client, vm_ids)
+        group.create_task(call.run(self._shared.slots))
+        return call
+
+    async def _ask(self, target: Target, call: HostCall | None) -> Asked:
+        answer: HttpReply | TelemetryError | None = None
+        if call is not None:
+            answer, start_s = await call.answer(target.cvm.vm_id), call.started_s
+            self._one_call = self._one_call and call.offered
+        if answer is None:
+            async with self._shared.slots.taken():
+                limit_s = self._settings.timeout
+                if call is None or not call.offered:
+                    start_s = time.perf_counter()
+                else:
+                    # The one call broke off or left this VM out: here is what is left of the poll's time.
+                    limit_s = max(limit_s - (time.perf_counter() - start_s), limit_s / 10)
+                try:
+                    answer = await self._client.gpu_info(target.cvm.vm_id, limit_s)
+                except TelemetryError as error:
+                    answer = error
         polled_at_ms = _now_ms()
-        outcome = classify_reply(reply, polled_at_ms, self._settings.schema_policy, self._settings.unversioned)
-        return self._result(vm, polled_at_ms, outcome)
+        if isinstance(answer, TelemetryError):
+            outcome = classify_failure(answer)
+        else:
+            outcome = classify_reply(answer, polled_at_ms, self._settings.schema_policy, self._settings.unversioned)
+        return Asked(target, outcome, polled_at_ms, time.perf_counter() - start_s)
+
+    # For ever
 
     async def run(self, interval_s: float, sink: Sink) -> None:
-        """Polls for ever. The list is refreshed every minute, each interval while it fails, and when a VM vanishes."""
-        try:
-            while True:
-                self._vanished.clear()
-                listed = await self._refresh(sink)
-                self._start_turns(interval_s, sink)
-                with suppress(TimeoutError):
-                    await asyncio.wait_for(self._vanished.wait(), LIST_REFRESH_S if listed else interval_s)
-        finally:
-            for task in self._turns.values():
-                task.cancel()
+        """Keeps the list up to date and takes the turns."""
+        turns = Turns(interval_s, seed=self.vmm.name)
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._keep_list(turns, interval_s, sink))
+            group.create_task(self._take_turns(group, turns, interval_s, sink))
 
-    async def _refresh(self, sink: Sink) -> bool:
+    async def _keep_list(self, turns: Turns, interval_s: float, sink: Sink) -> None:
+        """Each minute, each interval while it fails, and when a VM vanishes or the VMM seems away: then too not more often
+        than each interval. The first minute is shorter, by the hash of the VMM's name: all of them were listed at start."""
+        minute_s = LIST_REFRESH_S * zlib.crc32(self.vmm.name.encode()) / 2**32
+        while True:
+            self._list_outdated.clear()
+            async with self._shared.slots.taken():
+                listed = await self._refresh(turns, interval_s, sink)
+            if listed:
+                await self.learn_models()
+            await asyncio.sleep(min(interval_s, LIST_REFRESH_S))
+            if listed:
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._list_outdated.wait(), max(0.0, minute_s - interval_s))
+                minute_s = LIST_REFRESH_S
+
+    async def _refresh(self, turns: Turns, interval_s: float, sink: Sink) -> bool:
         try:
-            self._vms = {vm.id: vm for vm in await self.list_running()}
+            targets = await self.list_running()
         except TelemetryError as error:
-            self._say("", VMM_UNREACHABLE, str(error))
+            self._away = True
+            self._tell("", VMM_UNREACHABLE, str(error))
+            self._shared.watch.listed(self.vmm.name, None)
             # The list stays: a VMM that is away is not a VMM without VMs.
-            for vm in self._vms.values():
-                sink(self._result(vm, _now_ms(), Outcome(VMM_UNREACHABLE, str(error))))
+            outcome = classify_failure(error)
+            for target in self._targets.values():
+                self._hand_on(Asked(target, Outcome(VMM_UNREACHABLE, outcome.detail), _now_ms(), None), sink)
             return False
-        self._say("", "listed", f"running={len(self._vms)}")
+        self._tell("", "listed", f"running={len(targets)}")
+        self._shared.watch.listed(self.vmm.name, self._targets)
+        for vm_id in self._asking.keys() - self._targets.keys():
+            self._asking[vm_id].cancel()
+        if self._away:
+            turns.forgive(time.monotonic())
+        self._away, self._one_call = False, True
+        turns.keep({target.cvm.vm_id: HOUR_S if target.has_no_gpus else interval_s for target in targets}, time.monotonic())
+        self._turns_changed.set()
         return True
 
-    def _start_turns(self, interval_s: float, sink: Sink) -> None:
-        for vm_id in self._turns.keys() - self._vms.keys():
-            self._turns.pop(vm_id).cancel()
-            self._said.pop(vm_id, None)
-        for vm_id in self._vms.keys() - self._turns.keys():
-            self._turns[vm_id] = asyncio.create_task(self._take_turns(vm_id, interval_s, sink))
-
-    async def _take_turns(self, vm_id: str, interval_s: float, sink: Sink) -> None:
-        # A stable offset a VM spreads the starts over the interval; a turn missed while the last call ran is skipped.
-        offset_s = zlib.crc32(vm_id.encode()) / 2**32 * interval_s
+    async def _take_turns(self, group: asyncio.TaskGroup, turns: Turns, interval_s: float, sink: Sink) -> None:
+        gather_s = min(MAX_GATHER_S, interval_s * GATHERED)
+        skipped = 0
         while True:
-            await asyncio.sleep(interval_s - (time.monotonic() - offset_s) % interval_s)
-            try:
-                poll = await self.poll(self._vms[vm_id])
-            except Exception:
-                log.exception("poll failed by a fault of the aggregator: vmm=%s vm=%s", self.vmm.name, vm_id)
-                continue
-            self._say(vm_id, poll.outcome, poll.detail)
-            sink(poll)
-            if poll.outcome == NotRunning.word:
-                self._vanished.set()
+            self._turns_changed.clear()
+            taken = turns.take(time.monotonic(), gather_s if self._one_call else 0.0)
+            if turns.skipped > skipped:
+                self._shared.watch.skipped(self.vmm.name, turns.skipped - skipped)
+                skipped = turns.skipped
+            for start in range(0, len(taken), self._settings.concurrency):
+                self._start(group, turns, taken[start : start + self._settings.concurrency], sink)
+            next_s = turns.next_s()
+            with suppress(TimeoutError):
+                async with asyncio.timeout_at(next_s):
+                    await self._turns_changed.wait()
 
-    def _result(self, vm: VmInfo, polled_at_ms: int, outcome: Outcome) -> Poll:
-        cvm = Cvm(self.vmm.name, vm.id, vm.name, vm.app_id, vm.instance_id)
-        snapshot = outcome.snapshot
-        return Poll(
-            cvm,
-            polled_at_ms,
-            outcome.word,
-            outcome.detail,
-            outcome.schema_status,
-            cc_enabled=snapshot.cc_enabled if snapshot else None,
-            cc_ready=snapshot.cc_ready if snapshot else None,
-            samples=samples_of(snapshot, vm, polled_at_ms) if snapshot else (),
-        )
-
-    def _say(self, vm_id: str, word: str, detail: str) -> None:
-        """Logs a change of outcome, not each poll."""
-        if self._said.get(vm_id) == word:
+    def _start(self, group: asyncio.TaskGroup, turns: Turns, taken: Sequence[tuple[Turn, float]], sink: Sink) -> None:
+        if self._away:
+            for turn, _ in taken:
+                turns.ended(turn, failed=False)
             return
-        self._said[vm_id] = word
-        level = logging.INFO if word in ("ok", "no_gpu", "listed") else logging.WARNING
+        call = self._host_call(group, [turn.vm_id for turn, _ in taken])
+        for turn, due_s in taken:
+            target = self._targets[turn.vm_id]
+            self._asking[turn.vm_id] = group.create_task(self._take_turn(target, turns, turn, due_s, call, sink))
+
+    async def _take_turn(
+        self, target: Target, turns: Turns, turn: Turn, due_s: float, call: HostCall | None, sink: Sink
+    ) -> None:
+        failed = True
+        try:
+            asked = await self._ask(target, call)
+            began_s = time.monotonic() - (asked.elapsed_s or 0.0)
+            self._shared.watch.late(self.vmm.name, max(0.0, began_s - due_s))
+            poll = self._hand_on(asked, sink)
+            failed = poll.outcome not in ANSWERED
+            if poll.outcome in (NotRunning.word, VMM_UNREACHABLE):
+                self._list_outdated.set()
+        except Exception:
+            log.exception("poll failed by a fault of the aggregator: vmm=%s vm=%s", self.vmm.name, turn.vm_id)
+        finally:
+            if self._asking.get(turn.vm_id) is asyncio.current_task():
+                del self._asking[turn.vm_id]
+            turns.ended(turn, failed=failed)
+
+    def _hand_on(self, asked: Asked, sink: Sink) -> Poll:
+        poll, refused = self.conclude(asked)
+        self._tell(poll.cvm.vm_id, poll.outcome, poll.detail)
+        told = self._told[poll.cvm.vm_id]
+        if new := refused.keys() - told.refused:
+            told.refused |= new
+            log.warning("not all is believed: vmm=%s vm=%s refused=%s", self.vmm.name, poll.cvm.vm_id, ",".join(sorted(new)))
+        sink(poll)
+        return poll
+
+    def _tell(self, vm_id: str, word: str, detail: str) -> None:
+        """Logs a change of outcome, not each poll."""
+        told = self._told.setdefault(vm_id, _Told())
+        if told.word == word:
+            return
+        told.word = word
+        level = logging.INFO if word in (*ANSWERED[:2], "listed") else logging.WARNING
         log.log(level, "outcome changed: vmm=%s vm=%s outcome=%s detail=%s", self.vmm.name, vm_id or "-", word, detail)
 
 
-async def poll_once(pollers: Sequence[Poller]) -> tuple[list[Poll], dict[str, str]]:
-    """Every running VM once, side by side; and by VMM name why its list could not be had."""
-    lists = await asyncio.gather(*(poller.list_running() for poller in pollers), return_exceptions=True)
+async def poll_once(pollers: Sequence[Poller], identity: Identity) -> tuple[list[Poll], dict[str, str]]:
+    """Every running VM once, side by side, whatever its turn; and by VMM name why its list could not be had."""
+
+    async def poll(poller: Poller) -> list[tuple[Poller, Asked]] | TelemetryError:
+        try:
+            targets = await poller.list_running()
+        except TelemetryError as error:
+            return error
+        await poller.learn_models()
+        return [(poller, asked) for asked in await poller.ask_all(targets)]
+
+    found: list[tuple[Poller, Asked]] = []
     failures: dict[str, str] = {}
-    calls = []
-    for poller, vms in zip(pollers, lists, strict=True):
-        if isinstance(vms, TelemetryError):
-            failures[poller.vmm.name] = str(vms)
-        elif isinstance(vms, BaseException):
-            raise vms
+    for poller, result in zip(pollers, await asyncio.gather(*map(poll, pollers)), strict=True):
+        if isinstance(result, TelemetryError):
+            failures[poller.vmm.name] = str(result)
         else:
-            calls += [poller.poll(vm) for vm in vms]
-    return await asyncio.gather(*calls), failures
+            found += result
+    # Who had a card before says so first: by order of arrival it would be whose it is by chance.
+    order = sorted(range(len(found)), key=lambda n: not identity.holds(found[n][1].target.cvm, _uuids(found[n][1])))
+    polls = {n: found[n][0].conclude(found[n][1])[0] for n in order}
+    return [polls[n] for n in range(len(found))], failures
+
+
+def _uuids(asked: Asked) -> list[str]:
+    return [device.uuid for device in asked.outcome.snapshot.gpus] if asked.outcome.snapshot else []
+
+
+def _refusals(refused: Mapping[str, int]) -> str:
+    """As it stands in the CVM's detail: `refused: uuid_malformed 2, ...`."""
+    return "refused: " + ", ".join(f"{kind} {count}" for kind, count in sorted(refused.items())) if refused else ""
 
 
 def _now_ms() -> int:

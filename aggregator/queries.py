@@ -23,3 +23,13 @@ CVMS = text("""
     ) AS cards ON cards.cvm_id = cvm.cvm_id
     ORDER BY cvm.vmm, coalesce(cvm.vm_name, cvm.vm_id), cvm.vm_id
 """).columns(cc_enabled=Boolean, cc_ready=Boolean)
+
+# What is known of each card: by whom and where it was reported last, and when it became known.
+CARDS = text("""
+    SELECT gpu.uuid, gpu.bdf AS place_bdf, cvm.vmm, cvm.vm_id, tenancy.host_bdf, tenancy.last_seen_ms,
+           (SELECT min(stay.first_seen_ms) FROM tenancy AS stay WHERE stay.gpu_id = gpu.gpu_id) AS first_seen_ms
+    FROM gpu
+    JOIN gpu_latest ON gpu_latest.gpu_id = gpu.gpu_id
+    JOIN tenancy ON tenancy.tenancy_id = gpu_latest.tenancy_id
+    JOIN cvm ON cvm.cvm_id = tenancy.cvm_id
+""").columns()

@@ -8,22 +8,32 @@ that is written twice, a late row and a clock that steps back open nothing twice
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from gpuwire.placement import HostAddress
-
-# Where two sources disagree the surer wins. Single is certain, but the exact sources are asked first.
-_SUREST_LAST = ("order", "topology", "single", "qmp", "declared")
+from gpuwire.placement import HostAddress, sureness
 
 
 @dataclass(slots=True)
 class Span:
-    """`first_ms` and `last_ms` are both within."""
+    """`first_ms` and `last_ms` are both within.
+
+    What is stored of it may lag: `kept_ms` is the `last_ms` in the database, None while it is not there at all; `changed` says
+    that more than the time is to be written.
+    """
 
     span_id: int
     first_ms: int
     last_ms: int
+    kept_ms: int | None = field(default=None, kw_only=True)
+    changed: bool = field(default=False, kw_only=True)
+
+    def covers(self, at_ms: int) -> bool:
+        return self.first_ms <= at_ms <= self.last_ms
+
+    def is_due(self, lag_ms: int) -> bool:
+        """Whether it is to be written now, if the stored time may lag by less than `lag_ms`."""
+        return self.kept_ms is None or self.changed or self.last_ms - self.kept_ms >= max(lag_ms, 1)
 
 
 @dataclass(slots=True)
@@ -46,15 +56,17 @@ class Stay(Span):
                 host is None
                 or self.host_bdf is None
                 or self.host_bdf == str(host.bdf)
-                or _sureness(host.source) != _sureness(self.host_bdf_source)
+                or sureness(host.source) != sureness(self.host_bdf_source)
             )
         )
 
     def learn(self, pci_bus_id: str | None, host: HostAddress | None) -> None:
         """Takes over what is better known now."""
+        before = (self.pci_bus_id, self.host_bdf, self.host_bdf_source)
         self.pci_bus_id = pci_bus_id or self.pci_bus_id
-        if host is not None and _sureness(host.source) > _sureness(self.host_bdf_source):
+        if host is not None and sureness(host.source) > sureness(self.host_bdf_source):
             self.host_bdf, self.host_bdf_source = str(host.bdf), host.source
+        self.changed |= before != (self.pci_bus_id, self.host_bdf, self.host_bdf_source)
 
 
 @dataclass(slots=True)
@@ -63,6 +75,11 @@ class Stretch(Span):
 
     likeness: tuple[str, str | None, bool | None, bool | None]
     detail: str | None
+
+    def learn(self, at_ms: int, detail: str | None) -> None:
+        """The latest detail is the one that is kept."""
+        if at_ms >= self.last_ms and detail != self.detail:
+            self.detail, self.changed = detail, True
 
 
 S = TypeVar("S", bound=Span)
@@ -81,7 +98,7 @@ class Track(Generic[S]):
         span = self.current
         if span is None or not goes_on(span):
             return None
-        return span if span.first_ms <= at_ms <= span.last_ms or not self.is_past(at_ms) else None
+        return span if span.covers(at_ms) or not self.is_past(at_ms) else None
 
     def is_past(self, at_ms: int) -> bool:
         return at_ms <= self.reached_ms
@@ -91,7 +108,3 @@ class Track(Generic[S]):
         span.last_ms = max(span.last_ms, until_ms)
         self.current = span
         self.reached_ms = max(self.reached_ms, span.last_ms)
-
-
-def _sureness(source: str | None) -> int:
-    return _SUREST_LAST.index(source) if source in _SUREST_LAST else -1

@@ -76,16 +76,20 @@ cvm = Table(
     UniqueConstraint("vmm", "vm_id"),
 )
 
-# A card is known by its uuid, or, while it has none, by its place.
+# A card is known by its uuid. One that has none is kept under its place, in a row of its own for each time that it shows up
+# there; once its uuid is known, that row's card_id names the card. Rows of samples stay as they were written.
 gpu = Table(
     "gpu",
     metadata,
     Column("gpu_id", Integer, primary_key=True),
+    # Itself, but for a place whose card became known.
+    Column("card_id", ForeignKey("gpu.gpu_id"), nullable=False),
     Column("uuid", Text, unique=True),
     Column("cvm_id", ForeignKey(cvm.c.cvm_id)),
     Column("bdf", Text),
     Column("model", Text),
-    UniqueConstraint("cvm_id", "bdf"),
+    Index(None, "card_id"),
+    Index(None, "cvm_id", "bdf"),
     CheckConstraint(
         "(uuid IS NOT NULL AND cvm_id IS NULL AND bdf IS NULL) OR (uuid IS NULL AND cvm_id IS NOT NULL AND bdf IS NOT NULL)",
         name="uuid_or_place",

@@ -49,7 +49,8 @@ def view_queries(dialect: str) -> dict[str, str]:
     sample_joins = (
         "JOIN tenancy ON tenancy.tenancy_id = s.tenancy_id",
         "JOIN cvm ON cvm.cvm_id = tenancy.cvm_id",
-        "JOIN gpu ON gpu.gpu_id = s.gpu_id",
+        "JOIN gpu AS kept_under ON kept_under.gpu_id = s.gpu_id",
+        "JOIN gpu ON gpu.gpu_id = kept_under.card_id",
     )
     # Detached and contested cards will be told apart ahead of the silent ones.
     now = _NOW_MS[dialect]
@@ -77,7 +78,8 @@ def view_queries(dialect: str) -> dict[str, str]:
             ),
             "tenancy",
             "JOIN cvm ON cvm.cvm_id = tenancy.cvm_id",
-            "JOIN gpu ON gpu.gpu_id = tenancy.gpu_id",
+            # The stay of a place whose card became known is part of the card's own.
+            "JOIN gpu ON gpu.gpu_id = tenancy.gpu_id AND gpu.card_id = gpu.gpu_id",
         ),
         "v_cvm_state": _select(
             (

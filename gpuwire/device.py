@@ -119,5 +119,7 @@ def drop_unsound(device: GpuDevice) -> tuple[GpuDevice, tuple[str, ...]]:
         bad.add("memory_free_bytes")
     if (device.memory_free_bytes or 0) > total:
         bad.add("memory_free_bytes")
+    if not bad:
+        return device, ()
     unset: dict[str, Any] = dict.fromkeys(bad)
     return replace(device, **unset), tuple(sorted(bad))

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from gpuwire.bdf import Bdf
 
 EXACT_SOURCES = ("declared", "qmp")
+# Single is certain, but the exact sources are asked first.
+_SUREST_LAST = ("order", "topology", "single", "qmp", "declared")
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +31,11 @@ class HostAddress:
 
     bdf: Bdf
     source: str
+
+
+def sureness(source: str | None) -> int:
+    """Higher is surer: where two sources disagree the surer wins. Below all of them where nobody says."""
+    return _SUREST_LAST.index(source) if source in _SUREST_LAST else -1
 
 
 def map_host_addresses(attached: Sequence[AttachedCard], reported: Collection[Bdf]) -> dict[Bdf, HostAddress]:

@@ -52,20 +52,23 @@ def create_tables() -> None:
     op.create_table(
         "gpu",
         sa.Column("gpu_id", sa.Integer(), nullable=False),
+        sa.Column("card_id", sa.Integer(), nullable=False),
         sa.Column("uuid", sa.Text()),
         sa.Column("cvm_id", sa.Integer()),
         sa.Column("bdf", sa.Text()),
         sa.Column("model", sa.Text()),
         sa.PrimaryKeyConstraint("gpu_id", name="pk_gpu"),
+        sa.ForeignKeyConstraint(["card_id"], ["gpu.gpu_id"], name="fk_gpu_card_id_gpu"),
         sa.ForeignKeyConstraint(["cvm_id"], ["cvm.cvm_id"], name="fk_gpu_cvm_id_cvm"),
         sa.UniqueConstraint("uuid", name="uq_gpu_uuid"),
-        sa.UniqueConstraint("cvm_id", "bdf", name="uq_gpu_cvm_id_bdf"),
         sa.CheckConstraint(
             "(uuid IS NOT NULL AND cvm_id IS NULL AND bdf IS NULL)"
             " OR (uuid IS NULL AND cvm_id IS NOT NULL AND bdf IS NOT NULL)",
             name=op.f("ck_gpu_uuid_or_place"),
         ),
     )
+    op.create_index("ix_gpu_card_id", "gpu", ["card_id"])
+    op.create_index("ix_gpu_cvm_id_bdf", "gpu", ["cvm_id", "bdf"])
     op.create_table(
         "tenancy",
         sa.Column("tenancy_id", long_id, nullable=False),
@@ -158,7 +161,8 @@ def create_views(timestamp, now_ms) -> None:
     joins = """
 JOIN tenancy ON tenancy.tenancy_id = s.tenancy_id
 JOIN cvm ON cvm.cvm_id = tenancy.cvm_id
-JOIN gpu ON gpu.gpu_id = s.gpu_id"""
+JOIN gpu AS kept_under ON kept_under.gpu_id = s.gpu_id
+JOIN gpu ON gpu.gpu_id = kept_under.card_id"""
     stale_after_ms = (
         "1000 * coalesce((SELECT CAST(value AS double precision) FROM setting WHERE setting.name = 'stale_after_s'), 120)"
     )
@@ -189,7 +193,7 @@ LEFT JOIN cvm_state ON cvm_state.state_id = cvm.state_id""")
   {timestamp("tenancy.last_seen_ms")} AS last_seen
 FROM tenancy
 JOIN cvm ON cvm.cvm_id = tenancy.cvm_id
-JOIN gpu ON gpu.gpu_id = tenancy.gpu_id""")
+JOIN gpu ON gpu.gpu_id = tenancy.gpu_id AND gpu.card_id = gpu.gpu_id""")
     op.execute(f"""CREATE VIEW v_cvm_state AS SELECT
   cvm.vmm,
   cvm.vm_id,

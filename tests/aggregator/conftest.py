@@ -23,8 +23,8 @@ def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 @pytest.fixture
 def store(database_url: str) -> Iterator[Store]:
-    """A store on an upgraded database."""
-    store = Store(database_url)
+    """A store on an upgraded database. It writes at once how far each stay and stretch reaches."""
+    store = Store(database_url, max_lag_s=0)
     store.require_current()
     yield store
     store.close()

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
+import ssl
+import subprocess
 from pathlib import Path
 
 import pytest
+from aiohttp import web
 
 from gpuwire.device import GpuDevice, GpuSnapshot
 from tests.fakes.vmm import FakeVmm, Guest, body_of, running_vm
-from tests.processes import program, run_program
+from tests.needs import program_or_skip
+from tests.processes import free_port, program, run_program
 
 ANY_VMM = ["--vmm", "unix:/run/nobody.sock"]
 
@@ -31,7 +36,14 @@ ANY_VMM = ["--vmm", "unix:/run/nobody.sock"]
         ([*ANY_VMM, "--db", "postgresql://u:secret@127.0.0.1:1/d"], "postgresql://u:***@127.0.0.1:1/d"),
         ([*ANY_VMM, "--interval", "-1"], "'-1' is not a number of seconds above 0"),
         ([*ANY_VMM, "--interval", "60", "--stale-after", "69"], "at least the interval + 10 s = 70"),
-        ([*ANY_VMM, "--listen", "0.0.0.0:8080"], "0.0.0.0:8080: only unix:, vsock: and loopback addresses"),
+        ([*ANY_VMM, "--listen", "0.0.0.0:8080"], "0.0.0.0:8080 can be reached from elsewhere: give --token-file"),
+        ([*ANY_VMM, "--token-file", "/no/such/file"], "'/no/such/file' does not exist"),
+        ([*ANY_VMM, "--token-file", "/dev/null", "--listen", "0.0.0.0:8080"], "/dev/null"),
+        ([*ANY_VMM, "--tls-cert", __file__], "--tls-cert and --tls-key go together"),
+        ([*ANY_VMM, "--spool", __file__], "test_cli.py' is a file"),
+        (["--vmm", "a=http://h:1#token-file=/no/such/token"], "token file /no/such/token: No such file or directory"),
+        (["--vmm", f"a=http://h:1#token-file={__file__}"], "expected one token of printable ASCII"),
+        (["--vmm", "vsock:3:9080"], "a VMM is reached by unix:, tcp:, http: or https:"),
         ([*ANY_VMM, "--concurrency", "0"], "0 is not in the range x>=1"),
     ],
 )
@@ -102,3 +114,53 @@ def test_db_upgrade_fills_an_empty_database_and_leaves_a_current_one(database_ur
     assert "has schema" in first.stdout
     assert first.stdout == second.stdout
     assert second.stderr == ""
+
+
+async def test_who_had_a_card_is_known_from_the_database(short_dir: Path, database_url: str) -> None:
+    card = body_of(GpuSnapshot(gpus=(GpuDevice(index=0, uuid="GPU-1", pci_bus_id="01:00.0"),), sample_age_ms=1))
+    owner, liar = Guest(running_vm("owner"), lambda: card), Guest(running_vm("a-liar"), lambda: card)
+    fleet = FakeVmm([owner])
+    async with fleet.serving(short_dir / "vmm.sock"):
+        arguments = ["--db", database_url, "--vmm", f"unix:{short_dir}/vmm.sock", "--json"]
+        await run_poll(*arguments)
+        fleet.guests.insert(0, liar)
+        status, out, _ = await run_poll(*arguments)
+
+    found = {cvm["vm_id"]: (cvm["outcome"], [gpu["uuid"] for gpu in cvm["gpus"]]) for cvm in json.loads(out)["cvms"]}
+    assert (status, found) == (0, {"a-liar": ("contested", [""]), "owner": ("ok", ["GPU-1"])})
+
+
+async def test_a_registered_vmm_is_found(short_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (short_dir / "dstack-vmm").mkdir()
+    registration = {"pid": os.getpid(), "address": "unix:./vmm.sock", "working_dir": str(short_dir), "node_name": "node-7"}
+    (short_dir / "dstack-vmm/1.json").write_text(json.dumps(registration))
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(short_dir))
+    async with FakeVmm([Guest(running_vm("vm-1"))]).serving(short_dir / "vmm.sock"):
+        _, out, _ = await run_poll("--db", f"sqlite:///{short_dir}/h.db", "--discover", "--json")
+
+    assert [(c["vmm"], c["outcome"]) for c in json.loads(out)["cvms"] if c["vm_id"] == "vm-1"] == [("node-7", "no_gpu")]
+
+
+async def test_a_vmm_by_https_with_a_token(short_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    openssl, cert, key = program_or_skip("openssl"), short_dir / "cert.pem", short_dir / "key.pem"
+    names = ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
+    made = ["req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "1"]
+    subprocess.run([openssl, *made, *names, "-keyout", key, "-out", cert], check=True, capture_output=True)
+    tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    tls.load_cert_chain(cert, key)
+    (short_dir / "token").write_text("a-secret\n")
+    port = free_port()
+    runner = web.AppRunner(FakeVmm([Guest(running_vm("vm-1"))], token="a-secret", host_call_status=200).web_app())
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", port, ssl_context=tls).start()
+    vmm = f"https://127.0.0.1:{port}#token-file={short_dir}/token"
+    arguments = ["--db", f"sqlite:///{short_dir}/h.db", "--vmm", vmm, "--log-level", "debug"]
+    refused = await run_poll(*arguments)
+    monkeypatch.setenv("SSL_CERT_FILE", str(cert))
+    found = await run_poll(*arguments)
+    await runner.cleanup()
+
+    assert refused[0] == 1
+    assert "certificate verify failed" in refused[1]
+    assert (found[0], f"https://127.0.0.1:{port}  vm-1  name of vm-1  no_gpu" in found[1]) == (0, True)
+    assert "a-secret" not in "".join(map(str, (*refused, *found)))

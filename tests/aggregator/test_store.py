@@ -13,9 +13,9 @@ from typing import Any
 
 import psycopg
 import pytest
-from sqlalchemy import Engine, create_engine, text
+from sqlalchemy import Engine, create_engine, make_url, text
 
-from aggregator.errors import DatabaseAway
+from aggregator.errors import DatabaseAway, Unstorable
 from aggregator.rows import Cvm, Poll, Sample
 from aggregator.store import Store, parse_database_url
 from gpuwire.bdf import Bdf
@@ -363,6 +363,236 @@ def test_names_and_model_are_kept_up_to_date(store: Store, engine: Engine) -> No
     assert len(store.cvms()) == 1
 
 
+# A card whose uuid comes late
+
+
+NAMELESS = replace(DEVICE, uuid="")
+UUIDS = "SELECT uuid FROM v_gpu_samples ORDER BY sampled_at_ms"
+
+
+def turns(*devices: GpuDevice, cvm: Cvm = TRAINER, start: int = 0, address: HostAddress | None = None) -> list[Poll]:
+    """One poll each 15 s, a device each."""
+    times = (T0 + turn * 15 * S for turn in range(start, start + len(devices)))
+    return [poll(at, sample(at, device, address), cvm=cvm) for at, device in zip(times, devices, strict=True)]
+
+
+@pytest.mark.parametrize("batches", ["one", "many", "restarted"])
+def test_card_is_joined_with_what_its_place_kept_once_its_uuid_is_known(
+    database_url: str, store: Store, engine: Engine, batches: str
+) -> None:
+    history = turns(NAMELESS, NAMELESS, DEVICE, DEVICE)
+    if batches == "one":
+        store.write(history)
+    for one in history if batches != "one" else ():
+        if batches == "many":
+            store.write([one])
+        else:
+            with closing(Store(database_url)) as restarted:
+                restarted.write([one])
+    assert column(engine, UUIDS) == ["GPU-11111111-aaaa"] * 4
+    assert ask(engine, "SELECT uuid, sampled_at_ms FROM v_gpu_latest") == [
+        {"uuid": "GPU-11111111-aaaa", "sampled_at_ms": T0 + 45 * S}
+    ]
+    assert stays(engine) == [("vm-a", "0000:01:00.0", None, None, stamp(T0), stamp(T0 + 45 * S))]
+    assert [row["gpus"] for row in store.cvms()] == [1]
+
+
+def test_uuid_that_is_missing_for_a_while_is_one_card_and_one_stay(store: Store, engine: Engine) -> None:
+    for one in turns(DEVICE, NAMELESS, NAMELESS, DEVICE, DEVICE):
+        store.write([one])
+    assert column(engine, UUIDS) == ["GPU-11111111-aaaa"] * 5
+    assert stays(engine) == [("vm-a", "0000:01:00.0", None, None, stamp(T0), stamp(T0 + 60 * S))]
+    assert len(store.latest()) == 1
+
+
+def test_same_history_of_a_joined_card_again_changes_nothing(database_url: str, store: Store, engine: Engine) -> None:
+    history = turns(NAMELESS, NAMELESS, DEVICE, NAMELESS, DEVICE, NAMELESS)
+    views = ("v_gpu_samples", "v_gpu_latest", "v_gpu_tenancy", "v_cvm_state")
+    assert store.write(history) == 6
+    before = [ask(engine, f"SELECT * FROM {view} ORDER BY 1, 2, 3, 4, 5, 6, 7, 8, 9, 10") for view in views]
+    for _ in range(2):
+        with closing(Store(database_url)) as restarted:
+            assert restarted.write(history) == 0
+            assert restarted.write(history[:2]) == 0
+    assert store.write(history) == 0
+    assert [ask(engine, f"SELECT * FROM {view} ORDER BY 1, 2, 3, 4, 5, 6, 7, 8, 9, 10") for view in views] == before
+
+
+def test_uuid_that_comes_and_goes_makes_one_row_an_hour(store: Store, engine: Engine) -> None:
+    for one in turns(*[DEVICE, NAMELESS] * 100):
+        store.write([one])
+    assert column(engine, UUIDS) == ["GPU-11111111-aaaa"] * 200
+    assert column(engine, "SELECT count(*) FROM gpu") == [2]
+    assert len(stays(engine)) == len(store.latest()) == 1
+
+
+def test_snapshot_that_was_served_before_and_after_the_uuid_is_one_sample(store: Store, engine: Engine) -> None:
+    store.write([poll(T0, sample(T0 - S, NAMELESS))])
+    assert store.write([poll(T0 + 15 * S, sample(T0 - S))]) == 0
+    assert ask(engine, "SELECT uuid, sampled_at_ms FROM v_gpu_latest") == [
+        {"uuid": "GPU-11111111-aaaa", "sampled_at_ms": T0 - S}
+    ]
+    assert store.write([poll(T0 + 30 * S, sample(T0 + 30 * S))]) == 1
+    assert len(stays(engine)) == 1
+
+
+def test_card_that_moved_while_contested_takes_its_samples_along(store: Store, engine: Engine) -> None:
+    """The newcomer's samples are kept without uuid until the older CVM stops reporting the card."""
+    store.write(turns(DEVICE, DEVICE))
+    store.write(turns(NAMELESS, NAMELESS, DEVICE, cvm=SERVER, start=2))
+    assert column(engine, UUIDS) == ["GPU-11111111-aaaa"] * 5
+    assert [(row[0], row[4]) for row in stays(engine)] == [("vm-a", stamp(T0)), ("vm-b", stamp(T0 + 30 * S))]
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+@pytest.mark.parametrize("reason", ["elsewhere", "another", "host", "late"])
+def test_place_stays_without_uuid_where_it_may_have_been_another_card(
+    database_url: str, store: Store, engine: Engine, reason: str, restarted: bool
+) -> None:
+    other = replace(DEVICE, uuid="GPU-2")
+    before: list[Poll] = []
+    place = turns(NAMELESS, NAMELESS, start=2, address=host("19:00.0", "qmp"))
+    after = turns(DEVICE, DEVICE, start=4, address=host("19:00.0", "qmp"))
+    if reason == "elsewhere":
+        before = turns(DEVICE, DEVICE, DEVICE, DEVICE, cvm=SERVER)
+    elif reason == "another":
+        before = turns(other, other, address=host("19:00.0", "qmp"))
+    elif reason == "host":
+        after = turns(DEVICE, DEVICE, start=4, address=host("3b:00.0", "qmp"))
+    else:
+        after = turns(DEVICE, DEVICE, start=4 + 3600 // 15, address=host("19:00.0", "qmp"))
+    writing = Store(database_url) if restarted else store
+    for batch in (before, place, after):
+        writing.write(batch)
+        if restarted:
+            writing.close()
+            writing = Store(database_url)
+    writing.close()
+    assert column(engine, "SELECT count(*) FROM v_gpu_samples WHERE uuid IS NULL") == [2]
+    assert column(engine, "SELECT uuid FROM v_gpu_samples WHERE vm_id = 'vm-a' ORDER BY sampled_at_ms DESC LIMIT 1") == [
+        DEVICE.uuid
+    ]
+    # The next one without uuid there is not taken for what was left behind.
+    later = turns(NAMELESS, start=2000, address=host("19:00.0", "qmp"))
+    with closing(Store(database_url)) as restarted_store:
+        restarted_store.write(later)
+    assert column(engine, "SELECT count(*) FROM v_gpu_tenancy WHERE uuid IS NULL") == [2]
+
+
+def test_card_that_is_named_with_and_without_uuid_in_one_reply_is_one(store: Store, engine: Engine) -> None:
+    for turn in range(4):
+        at = T0 + turn * 15 * S
+        store.write([poll(at, sample(at, NAMELESS), sample(at))])
+    assert column(engine, UUIDS) == ["GPU-11111111-aaaa"] * 4
+    assert column(engine, "SELECT count(*) FROM gpu") == [1]
+
+
+def test_slot_whose_card_is_replaced_shows_two_cards_and_the_date(store: Store, engine: Engine) -> None:
+    address = host("19:00.0", "qmp")
+    store.write(turns(DEVICE, DEVICE, address=address))
+    store.write(turns(replace(DEVICE, uuid="GPU-2"), replace(DEVICE, uuid="GPU-2"), start=4, address=address))
+    history = "SELECT uuid, first_seen FROM v_gpu_tenancy WHERE host_bdf = '0000:19:00.0' ORDER BY first_seen"
+    assert [tuple(row.values()) for row in ask(engine, history)] == [(DEVICE.uuid, stamp(T0)), ("GPU-2", stamp(T0 + 60 * S))]
+
+
+def test_two_cards_that_swap_places_are_four_stays(store: Store, engine: Engine) -> None:
+    places = ("00000000:01:00.0", "00000000:02:00.0")
+    for turn in range(4):
+        at = T0 + turn * 15 * S
+        devices = [replace(DEVICE, uuid=f"GPU-{n}", pci_bus_id=places[(n + turn // 2) % 2]) for n in range(2)]
+        store.write([poll(at, *(sample(at, device) for device in devices))])
+    found = ask(engine, "SELECT uuid, bdf FROM v_gpu_tenancy ORDER BY first_seen, uuid")
+    assert [tuple(row.values()) for row in found] == [
+        *(("GPU-0", "0000:01:00.0"), ("GPU-1", "0000:02:00.0")),
+        *(("GPU-0", "0000:02:00.0"), ("GPU-1", "0000:01:00.0")),
+    ]
+
+
+# How far a span reaches
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def reached(engine: Engine) -> tuple[Any, ...]:
+    rows = ask(engine, "SELECT (SELECT until FROM v_cvm_state WHERE vm_id = 'vm-a'), (SELECT last_seen FROM v_gpu_tenancy)")
+    return tuple(rows[0].values())
+
+
+@pytest.mark.usefixtures("store")
+def test_last_times_are_written_once_a_minute_and_at_the_end(database_url: str, engine: Engine) -> None:
+    clock, seen = Clock(), []
+    with closing(Store(database_url, clock=clock)) as store:
+        for turn, one in enumerate(turns(*[DEVICE] * 11)):
+            clock.now = 15.0 * turn
+            store.write([one])
+            seen.append(reached(engine))
+    minutes = [turn - turn % 4 for turn in range(11)]
+    assert seen == [(stamp(T0 + turn * 15 * S),) * 2 for turn in minutes]
+    assert reached(engine) == (stamp(T0 + 150 * S),) * 2
+
+
+@pytest.mark.usefixtures("store")
+def test_last_time_of_what_is_not_heard_of_again_is_written_within_a_minute(database_url: str, engine: Engine) -> None:
+    clock = Clock()
+    with closing(Store(database_url, clock=clock)) as store:
+        store.write(turns(DEVICE))
+        store.write(turns(DEVICE, start=1))
+        assert reached(engine) == (stamp(T0),) * 2
+        clock.now = 60.0
+        store.write([])
+        assert reached(engine) == (stamp(T0 + 15 * S),) * 2
+
+
+@pytest.mark.usefixtures("store")
+def test_last_time_is_written_when_anything_else_changes(database_url: str, engine: Engine) -> None:
+    with closing(Store(database_url)) as store:
+        store.write(turns(DEVICE, DEVICE))
+        store.write(turns(DEVICE, start=2))
+        store.write([poll(T0 + 45 * S, outcome="timeout"), *turns(DEVICE, cvm=SERVER, start=4)])
+        assert column(engine, "SELECT until FROM v_cvm_state WHERE outcome = 'ok' AND vm_id = 'vm-a'") == [stamp(T0 + 30 * S)]
+        assert [row[5] for row in stays(engine)] == [stamp(T0 + 30 * S), stamp(T0 + 60 * S)]
+
+
+@pytest.mark.usefixtures("store")
+def test_last_times_outlive_a_batch_that_fails(database_url: str, engine: Engine) -> None:
+    with closing(Store(database_url)) as store:
+        store.write(turns(DEVICE))
+        store.write(turns(DEVICE, start=1))
+        with engine.begin() as connection:
+            connection.execute(text("ALTER TABLE gpu_latest RENAME TO hidden"))
+        with pytest.raises(DatabaseAway):
+            store.write(turns(DEVICE, start=2))
+        with engine.begin() as connection:
+            connection.execute(text("ALTER TABLE hidden RENAME TO gpu_latest"))
+        store.write([])
+    assert reached(engine) == (stamp(T0 + 15 * S),) * 2
+
+
+@pytest.mark.parametrize(("gap_s", "stretches"), [(100, 1), (121, 2)])
+def test_time_in_which_no_run_polled_lies_in_no_stretch(
+    database_url: str, store: Store, engine: Engine, gap_s: int, stretches: int
+) -> None:
+    store.write(turns(DEVICE))
+    with closing(Store(database_url)) as next_run:
+        late = T0 + gap_s * S
+        assert next_run.write([poll(late, sample(late)), poll(late + 3600 * S)]) == 1
+    assert len(column(engine, "SELECT until FROM v_cvm_state")) == stretches
+    assert len(stays(engine)) == 1
+
+
+def test_what_an_earlier_run_left_does_not_hide_its_end(store: Store, engine: Engine) -> None:
+    store.write(turns(DEVICE))
+    store.begin_run()
+    store.write(turns(DEVICE, start=100))
+    assert column(engine, "SELECT since FROM v_cvm_state ORDER BY since") == [stamp(T0), stamp(T0 + 1500 * S)]
+
+
 # Outcomes
 
 
@@ -541,3 +771,99 @@ def test_sqlite_is_in_wal_mode(tmp_path: Path) -> None:
         store.require_current()
         with closing(sqlite3.connect(tmp_path / "history.db")) as other:
             assert other.execute("PRAGMA journal_mode").fetchone() == ("wal",)
+
+
+@pytest.fixture
+def refusing(engine: Engine, store: Store) -> None:
+    """A schema that someone altered: it refuses a vm_id of "bad"."""
+    store.ping()
+    with engine.begin() as connection:
+        if engine.dialect.name == "sqlite":
+            refuse = "SELECT RAISE(ABORT, 'no bad ones')"
+            connection.execute(text(f"CREATE TRIGGER t BEFORE INSERT ON cvm WHEN new.vm_id = 'bad' BEGIN {refuse}; END"))
+        else:
+            connection.execute(text("ALTER TABLE cvm ADD CONSTRAINT no_bad_ones CHECK (vm_id <> 'bad')"))
+
+
+@pytest.mark.usefixtures("refusing")
+def test_rows_that_will_never_be_stored_are_told_from_a_database_that_is_away(store: Store) -> None:
+    with pytest.raises(Unstorable, match=r"^unstorable: the database refuses these rows[^\n]*no.bad.ones"):
+        store.write([poll(T0, sample(T0)), poll(T0, cvm=Cvm("rack1", "bad"))])
+    assert store.write([poll(T0, sample(T0))]) == 1
+
+
+def test_value_that_the_driver_cannot_hand_over_is_unstorable(store: Store) -> None:
+    too_large = replace(DEVICE, memory_total_bytes=2**70)
+    with pytest.raises(Unstorable):
+        store.write([poll(T0, sample(T0, too_large))])
+    assert store.write([poll(T0, sample(T0))]) == 1
+
+
+def kind_of_failure(store: Store) -> str:
+    with pytest.raises(DatabaseAway) as failure:
+        store.write([poll(T0, sample(T0))])
+    return failure.value.kind
+
+
+def test_what_keeps_a_postgresql_away_is_named(postgres_url: str) -> None:
+    with closing(Store("postgresql://127.0.0.1:1/db")) as store:
+        assert kind_of_failure(store) == "unreachable"
+    with closing(Store(postgres_url)) as store, psycopg.connect(postgres_url, autocommit=True) as other:
+        assert kind_of_failure(store) == "schema"
+        store.require_current()
+        store.write([poll(T0 - 60 * S, sample(T0 - 60 * S))])
+        other.execute("SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE pid <> pg_backend_pid()")
+        database = make_url(postgres_url).database
+        other.execute(f'ALTER DATABASE "{database}" SET default_transaction_read_only = on'.encode())
+        assert kind_of_failure(store) == "read_only"
+        other.execute(f'ALTER DATABASE "{database}" RESET default_transaction_read_only'.encode())
+        assert store.write([poll(T0, sample(T0))]) == 1
+        with other.transaction():
+            other.execute("LOCK TABLE gpu_sample")
+            began = time.monotonic()
+            with pytest.raises(DatabaseAway) as failure:
+                store.write([poll(T0 + 15 * S, sample(T0 + 15 * S))])
+        assert failure.value.kind == "locked"
+        assert 1.5 < time.monotonic() - began < 4
+
+
+def test_what_keeps_an_sqlite_file_away_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "history.db"
+    with closing(Store(f"sqlite:///{file}")) as store, closing(sqlite3.connect(file, isolation_level=None)) as other:
+        assert kind_of_failure(store) == "schema"
+        store.require_current()
+        other.execute("BEGIN IMMEDIATE")
+        began = time.monotonic()
+        assert kind_of_failure(store) == "locked"
+        assert 1.5 < time.monotonic() - began < 4
+        other.execute("ROLLBACK")
+    with closing(Store(f"sqlite:///{tmp_path}/missing/history.db")) as store:
+        assert kind_of_failure(store) == "unreachable"
+
+
+def test_two_writers_of_the_same_cards_do_not_hinder_each_other(postgres_url: str) -> None:
+    """Two aggregators that both believe that a VMM is theirs, for a moment."""
+    cvms = [Cvm("rack1", f"vm-{number}") for number in range(30)]
+    devices = [replace(DEVICE, uuid=f"GPU-{number}") for number in range(len(cvms))]
+    failures: list[Exception] = []
+
+    def write(seed: int) -> None:
+        chance = random.Random(seed)
+        with closing(Store(postgres_url, max_lag_s=0)) as store:
+            for turn in range(12):
+                at = T0 + turn * 15 * S + seed * 3 * S
+                batch = [poll(at, sample(at, device), cvm=cvm) for cvm, device in zip(cvms, devices, strict=True)]
+                chance.shuffle(batch)
+                try:
+                    store.write(batch)
+                except DatabaseAway as error:
+                    failures.append(error)
+
+    with closing(Store(postgres_url)) as store:
+        store.require_current()
+    threads = [threading.Thread(target=write, args=(seed,)) for seed in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []

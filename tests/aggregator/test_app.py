@@ -1,0 +1,168 @@
+"""The aggregator in one piece: what it serves of itself, and what it says while its database is away."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, closing
+from dataclasses import replace
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from aggregator.app import serve
+from aggregator.settings import PollSettings, Settings, Vmm
+from gpuwire.address import TcpAddress, UnixAddress
+from gpuwire.device import GpuDevice, GpuSnapshot
+from gpuwire.schema import Policy, Unversioned
+from tests.fakes.vmm import FakeVmm, Guest, body_of, running_vm
+from tests.processes import free_port
+
+CARD = GpuSnapshot(gpus=(GpuDevice(0, "GPU-1", "01:00.0", utilization_gpu=7),), sample_age_ms=1)
+
+
+class Client:
+    def __init__(self, port: int, session: aiohttp.ClientSession) -> None:
+        self._port = port
+        self._session = session
+
+    async def get(self, target: str, **headers: str) -> tuple[int, str]:
+        async with self._session.get(f"http://127.0.0.1:{self._port}{target}", headers=headers) as reply:
+            return reply.status, await reply.text()
+
+    async def until(self, target: str, status: int, text: str, limit_s: float = 15) -> str:
+        async with asyncio.timeout(limit_s):
+            while True:
+                got = await self.get(target)
+                if got[0] == status and text in got[1]:
+                    return got[1]
+                await asyncio.sleep(0.05)
+
+
+@asynccontextmanager
+async def aggregator(short_dir: Path, **changes: object) -> AsyncIterator[Client]:
+    """Serving within the context, on SQLite, with one VMM at vmm.sock."""
+    port = free_port()
+    poll = PollSettings((Vmm("host-1", UnixAddress(f"{short_dir}/vmm.sock")),), 5, 64, Policy.LOCKSTEP, Unversioned.ALLOW)
+    settings = Settings(
+        db=f"sqlite:///{short_dir}/history.db",
+        poll=poll,
+        listen=TcpAddress("127.0.0.1", port),
+        interval=0.3,
+        stale_after=120,
+        upgrade=False,
+        notice="",
+        spool=None,
+        token_file=None,
+        tls=None,
+    )
+    stop = asyncio.Event()
+    async with aiohttp.ClientSession() as session:
+        serving = asyncio.create_task(serve(replace(settings, **changes), stop))  # type: ignore[arg-type]
+        client = Client(port, session)
+        async with asyncio.timeout(15):
+            while not serving.done():
+                try:
+                    await client.get("/healthz")
+                    break
+                except aiohttp.ClientConnectionError:
+                    await asyncio.sleep(0.02)
+        try:
+            yield client
+        finally:
+            stop.set()
+            await serving
+
+
+def stored(short_dir: Path) -> list[tuple[object, ...]]:
+    with closing(sqlite3.connect(short_dir / "history.db")) as connection:
+        return connection.execute("SELECT uuid, vm_id, sampled_at_ms FROM v_gpu_samples ORDER BY sampled_at_ms").fetchall()
+
+
+async def test_it_says_how_it_does(short_dir: Path) -> None:
+    hung = Guest(running_vm("hung"), lambda: b"\xff")
+    fleet = FakeVmm([Guest(running_vm("vm-1"), lambda: body_of(CARD)), hung], host_call_status=200)
+    async with fleet.serving(short_dir / "vmm.sock"), aggregator(short_dir) as client:
+        assert await client.get("/healthz") == (200, "ok\n")
+        assert await client.get("/readyz") == (200, "ready\n")
+        await client.until("/metrics", 200, 'gpu_aggregator_polls_total{outcome="ok",vmm="host-1"} 3.0')
+        page = await client.until("/metrics", 200, "gpu_aggregator_last_write_timestamp_seconds")
+        openmetrics = await client.get("/metrics", Accept="application/openmetrics-text")
+
+    for line in (
+        'gpu_aggregator_polls_total{outcome="bad_reply",vmm="host-1"} ',
+        'gpu_aggregator_poll_seconds_bucket{le="0.25"} ',
+        'gpu_aggregator_turn_lag_seconds_bucket{le="0.25"} ',
+        'gpu_aggregator_refusals_total{kind="reply_broken"} ',
+        'gpu_aggregator_cvm_refusals_total{kind="reply_broken",vm_id="hung",vmm="host-1"} ',
+        'gpu_aggregator_vmm_up{vmm="host-1"} 1.0',
+        'gpu_aggregator_vmm_vms{vmm="host-1"} 2.0',
+        'gpu_aggregator_vmm_last_success_timestamp_seconds{vmm="host-1"} 1.',
+        "gpu_aggregator_queue_depth ",
+        "gpu_aggregator_queue_age_seconds ",
+        "gpu_aggregator_spool_polls 0.0",
+        "gpu_aggregator_database_up 1.0",
+        "gpu_aggregator_rows_written_total ",
+        'gpu_aggregator_polls_dropped_total{where="memory"} 0.0',
+    ):
+        assert f"\n{line}" in page
+    assert openmetrics[1].endswith("# EOF\n")
+
+
+async def test_while_the_database_is_locked_it_is_the_database_that_is_named_and_nothing_is_lost(short_dir: Path) -> None:
+    guest = Guest(running_vm("vm-1"), lambda: body_of(CARD))
+    async with FakeVmm([guest]).serving(short_dir / "vmm.sock"), aggregator(short_dir, interval=1.1) as client:
+        await client.until("/metrics", 200, "gpu_aggregator_rows_written_total 1.0")
+        with closing(sqlite3.connect(short_dir / "history.db", isolation_level=None)) as other:
+            other.execute("BEGIN IMMEDIATE")
+            reason = await client.until("/readyz", 503, "")
+            assert reason.startswith("database: ")
+            assert "locked" in reason
+            assert await client.get("/healthz") == (200, "ok\n")
+            page = (await client.get("/metrics"))[1]
+            assert "gpu_aggregator_database_up 0.0" in page
+            assert 'gpu_aggregator_database_errors_total{kind="locked"}' in page
+            other.execute("ROLLBACK")
+        await client.until("/readyz", 200, "ready")
+        calls = guest.calls
+        assert 'outcome="ok"' in (page := (await client.get("/metrics"))[1])
+        assert "unreachable" not in page
+    assert len(stored(short_dir)) >= calls, "each poll brought a row"
+
+
+async def test_a_token_is_asked_for_and_health_is_not_secret(short_dir: Path) -> None:
+    (short_dir / "tokens").write_text("a-secret\n")
+    async with FakeVmm().serving(short_dir / "vmm.sock"), aggregator(short_dir, token_file=short_dir / "tokens") as client:
+        for target in ("/", "/metrics", "/readyz"):
+            assert (await client.get(target))[0] == 401
+            assert (await client.get(target, Authorization="Bearer a-secret"))[0] == 200
+        assert (await client.get("/healthz"))[0] == 200
+
+
+async def test_what_the_database_knew_goes_on_after_a_restart(short_dir: Path) -> None:
+    owner, liar = Guest(running_vm("owner"), lambda: body_of(CARD)), Guest(running_vm("liar"), lambda: body_of(CARD))
+    fleet = FakeVmm([owner])
+    async with fleet.serving(short_dir / "vmm.sock"):
+        async with aggregator(short_dir) as client:
+            await client.until("/metrics", 200, "gpu_aggregator_rows_written_total 1.0")
+        fleet.guests = [liar, owner]
+        owner.delay_s = 0.3
+        async with aggregator(short_dir, interval=1.0) as client:
+            await client.until("/metrics", 200, 'gpu_aggregator_contested_gpus{vm_id="liar",vmm="host-1"} 1.0')
+    assert {vm_id for uuid, vm_id, _ in stored(short_dir) if uuid == "GPU-1"} == {"owner"}
+
+
+@pytest.mark.parametrize("listed", [True, False])
+async def test_no_vms_and_no_vmm_are_two_things(short_dir: Path, listed: bool) -> None:
+    fleet = FakeVmm([Guest(running_vm("vm-1"), lambda: body_of(CARD))])
+    async with aggregator(short_dir, interval=0.2) as client:
+        async with fleet.serving(short_dir / "vmm.sock"):
+            await client.until("/metrics", 200, 'polls_total{outcome="ok",vmm="host-1"}')
+            if listed:
+                fleet.guests.clear()
+                await client.until("/metrics", 200, 'vmm_vms{vmm="host-1"} 0.0')
+        if not listed:
+            page = await client.until("/metrics", 200, 'polls_total{outcome="vmm_unreachable",vmm="host-1"}')
+            assert 'vmm_vms{vmm="host-1"} 1.0' in page
