@@ -16,7 +16,7 @@ import click
 
 from aggregator.app import known_cards, serve
 from aggregator.calls import Slots
-from aggregator.errors import DatabaseAway
+from aggregator.errors import DatabaseAway, Unstorable
 from aggregator.fleet import Registered
 from aggregator.identity import Identity
 from aggregator.metrics import SelfMetrics
@@ -28,6 +28,7 @@ from aggregator.store import Store
 from aggregator.vmm_client import VmmConnections
 from gpuwire import service
 from gpuwire.address import TcpAddress
+from gpuwire.display import aligned
 from gpuwire.errors import NotRunning, StartError
 from gpuwire.schema import Unversioned
 
@@ -190,7 +191,7 @@ async def poll_and_store(db: str, settings: PollSettings) -> tuple[list[Poll], d
         await connections.close()
         try:
             store.write(polls)
-        except DatabaseAway as error:
+        except (DatabaseAway, Unstorable) as error:
             raise StartError(str(error)) from None
     return polls, failures
 
@@ -203,8 +204,7 @@ def poll_table(polls: Sequence[Poll], failures: Mapping[str, str]) -> str:
         for p in sorted(polls, key=lambda p: (p.cvm.vmm, p.cvm.vm_id))
     ]
     rows += [(name, "-", "-", VMM_UNREACHABLE, "-", reason) for name, reason in failures.items()]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)
+    return aligned(rows)
 
 
 def poll_json(polls: Sequence[Poll], failures: Mapping[str, str]) -> str:

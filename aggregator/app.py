@@ -10,7 +10,6 @@ from typing import Any
 
 from aiohttp import web
 
-from aggregator import queries
 from aggregator.calls import Slots
 from aggregator.errors import DatabaseAway
 from aggregator.fleet import Fleet
@@ -62,7 +61,7 @@ async def serve(settings: Settings, stop: asyncio.Event) -> None:
 def known_cards(store: Store) -> list[dict[str, Any]]:
     """For Identity.remember. Raises StartError."""
     try:
-        return store._rows(queries.CARDS)
+        return store.cards()
     except DatabaseAway as error:
         raise StartError(str(error)) from None
 

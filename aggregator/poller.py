@@ -42,11 +42,14 @@ from aggregator.targets import Target, target_of
 from aggregator.turns import Turn, Turns
 from aggregator.vmm_client import VmmClient, VmmConnections
 from gpuwire.bdf import Bdf
+from gpuwire.device import GpuSnapshot
+from gpuwire.display import one_line
 from gpuwire.errors import NotRunning, TelemetryError
 from gpuwire.http_client import HttpReply
 
 log = logging.getLogger(__name__)
 
+MAX_REASON = 200  # of a guest's own words within a detail
 LIST_REFRESH_S = 60.0
 HOUR_S = 3600.0
 GATHERED = 1 / 15
@@ -163,7 +166,7 @@ class Poller:
         self._placings[vm_id] = placed.placing
         settled = self._shared.identity.settle(target, placed.samples, asked.polled_at_ms)
         refused = refused + placed.refused + settled.refused
-        parts = (*settled.contested, *settled.claimed_too, _refusals(refused), outcome.detail)
+        parts = (*settled.contested, *settled.claimed_too, _lost(snapshot), _refusals(refused), outcome.detail)
         detail = "; ".join(part for part in parts if part)
         if len(detail) > MAX_DETAIL:
             detail = detail[:MAX_DETAIL]
@@ -358,6 +361,18 @@ async def poll_once(pollers: Sequence[Poller], identity: Identity) -> tuple[list
 
 def _uuids(asked: Asked) -> list[str]:
     return [device.uuid for device in asked.outcome.snapshot.gpus] if asked.outcome.snapshot else []
+
+
+def _lost(snapshot: GpuSnapshot) -> str:
+    """Cards that have neither uuid nor address have no rows: without a word here they would be missed by nobody.
+
+    `1 of 4 cards without identity: device: GPU is lost`, the reason being the first one's.
+    """
+    lost = [device for device in snapshot.gpus if not device.uuid and not device.pci_bus_id]
+    if not lost:
+        return ""
+    reason = next((device.errors[0] for device in lost if device.errors), "no reason given")
+    return f"{len(lost)} of {len(snapshot.gpus)} cards without identity: {one_line(reason[:MAX_REASON])}"
 
 
 def _refusals(refused: Mapping[str, int]) -> str:

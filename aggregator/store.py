@@ -224,6 +224,10 @@ class Store:
         """v_gpu_latest, by VMM, CVM and index. Timestamps are text on both databases."""
         return self._rows(queries.LATEST)
 
+    def cards(self) -> list[dict[str, Any]]:
+        """What identity.py has to remember of each card: see queries.CARDS."""
+        return self._rows(queries.CARDS)
+
     def cvms(self) -> list[dict[str, Any]]:
         """Every CVM ever polled, with its latest stretch (None where there is none) and `gpus`, the number of its cards."""
         return self._rows(queries.CVMS)

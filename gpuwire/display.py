@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
 ABSENT = "–"
 GIB = 2**30
 
@@ -9,6 +11,13 @@ GIB = 2**30
 def one_line(text: str) -> str:
     """`text` for a log or a terminal: what is not printable, a line's end or an escape, is shown as Python writes it."""
     return text if text.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
+def aligned(rows: Iterable[Sequence[str]]) -> str:
+    """A table for a terminal: columns two blanks apart, each cell on one line."""
+    lines = [[one_line(cell) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in lines)
 
 
 def percent(value: int | None) -> str:

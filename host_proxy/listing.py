@@ -9,6 +9,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any
 
+from gpuwire.display import aligned
 from gpuwire.errors import TelemetryError
 from gpuwire.http_client import HttpClient
 from gpuwire.pb.vmm_pb2 import Id
@@ -68,8 +69,7 @@ def vms_table(found: Sequence[Listed]) -> str:
         vm = listed.vm
         cards = ", ".join(f"{card.host}{f'={card.guest}' if card.guest else ''} ({card.source or '?'})" for card in vm.attached)
         rows.append((vm.id, vm.name or "-", _guest(vm), cards or "-", listed.schema or "-", listed.problem))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)
+    return aligned(rows)
 
 
 def vms_json(found: Sequence[Listed]) -> str:

@@ -513,3 +513,15 @@ async def test_a_change_is_logged_once_and_not_each_poll(
         "outcome changed: vmm=host-1 vm=liar outcome=ok detail=refused: uuid_malformed 1",
         "not all is believed: vmm=host-1 vm=liar refused=uuid_malformed",
     ]
+
+
+async def test_a_card_that_is_lost_is_said_in_its_cvms_detail(short_dir: Path, bench: Bench) -> None:
+    lost = GpuDevice(index=1, errors=("device: GPU is lost",))
+    well = GpuDevice(index=0, uuid="GPU-1", pci_bus_id="01:00.0")
+    snapshot = GpuSnapshot(gpus=(well, lost), sample_age_ms=10)
+    fleet = FakeVmm([Guest(running_vm("vm-1", ["19:00.0", "3b:00.0"]), lambda: body_of(snapshot))])
+    async with fleet.serving(short_dir / "vmm.sock"):
+        ((poll,), _) = await bench.once(bench.poller(short_dir / "vmm.sock"))
+
+    assert poll.outcome == "ok"
+    assert "1 of 2 cards without identity: device: GPU is lost" in poll.detail
