@@ -27,7 +27,6 @@ from aggregator.settings import DEFAULT_INTERVAL_S, PollSettings, Settings, Vmm,
 from aggregator.store import Store
 from aggregator.vmm_client import VmmConnections
 from gpuwire import service
-from gpuwire.address import TcpAddress
 from gpuwire.display import aligned
 from gpuwire.errors import NotRunning, StartError
 from gpuwire.schema import Unversioned
@@ -129,15 +128,10 @@ def serve_command(interval: float, stale_after: float | None, **flags: Any) -> N
             f"--stale-after {stale_after:g} is too short: at least the interval + {STALE_MARGIN_S:g} s = "
             f"{interval + STALE_MARGIN_S:g}, or every sample would be stale"
         )
-    cert, key = flags.pop("tls_cert"), flags.pop("tls_key")
-    if bool(cert) != bool(key):
-        raise click.UsageError("--tls-cert and --tls-key go together")
+    tls = service.tls_files(flags.pop("tls_cert"), flags.pop("tls_key"))
     own = {name: flags.pop(name) for name in ("db", "listen", "upgrade", "notice", "spool", "token_file")}
-    tls = (cert, key) if cert else None
     settings = Settings(poll=poll_settings(**flags), interval=interval, stale_after=stale_after, tls=tls, **own)
-    listen = settings.listen
-    if isinstance(listen, TcpAddress) and not service.is_loopback(listen.host) and settings.token_file is None:
-        raise click.UsageError(f"{listen} can be reached from elsewhere: give --token-file, or listen on loopback or unix:")
+    service.refuse_open_tcp("--listen", [settings.listen], settings.token_file)
     service.run(lambda stop: serve(settings, stop))
 
 

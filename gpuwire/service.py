@@ -11,7 +11,7 @@ import ssl
 import sys
 import time
 import tomllib
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -80,15 +80,24 @@ ADDRESS = AddressParam()
 SECONDS = SecondsParam()
 
 
-def loopback_only(ctx: click.Context, param: click.Parameter, value: Any) -> Any:
-    """Refuses a TCP address to listen on that others than this machine can reach."""
-    for address in value if isinstance(value, tuple) else (value,):
-        if isinstance(address, TcpAddress) and not is_loopback(address.host):
-            raise click.BadParameter(f"{address}: only unix:, vsock: and loopback addresses can be listened on", ctx, param)
-    return value
+def refuse_open_tcp(flag: str, addresses: Iterable[Address], token_file: Path | None) -> None:
+    """Raises click.UsageError for a TCP address of `flag` that others than this machine could reach without a token."""
+    for address in addresses:
+        if isinstance(address, TcpAddress) and not _is_loopback(address.host) and token_file is None:
+            hint = "give --token-file, or listen on loopback or unix:"
+            raise click.UsageError(f"{flag} {address} can be reached from elsewhere: {hint}")
 
 
-def is_loopback(host: str) -> bool:
+def tls_files(cert: Path | None, key: Path | None) -> tuple[Path, Path] | None:
+    """What --tls-cert and --tls-key name; raises click.UsageError for one without the other."""
+    if cert is None and key is None:
+        return None
+    if cert is None or key is None:
+        raise click.UsageError("--tls-cert and --tls-key go together")
+    return cert, key
+
+
+def _is_loopback(host: str) -> bool:
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -123,22 +123,14 @@ def serve_command(**flags: Any) -> None:
     """
     sources = source_settings(**{name: flags.pop(name) for name in ("vms", "qemu", "upstream", "guest_port")})
     rules = Rules(flags.pop("schema_policy"), flags.pop("unversioned"), flags.pop("methods"), flags.pop("guest_timeout"))
-    cert, key = flags.pop("tls_cert"), flags.pop("tls_key")
-    if bool(cert) != bool(key):
-        raise click.UsageError("--tls-cert and --tls-key go together")
-    settings = Settings(sources=sources, rules=rules, tls=(cert, key) if cert else None, **flags)
-    _refuse_open_tcp(settings)
+    tls = service.tls_files(flags.pop("tls_cert"), flags.pop("tls_key"))
+    settings = Settings(sources=sources, rules=rules, tls=tls, **flags)
+    service.refuse_open_tcp("--listen", settings.listen, settings.token_file)
+    if settings.grpc is not None:
+        if not isinstance(settings.grpc, UnixAddress | TcpAddress):
+            raise click.UsageError(f"--grpc {settings.grpc}: gRPC is served on unix: and tcp: only")
+        service.refuse_open_tcp("--grpc", [settings.grpc], settings.token_file)
     service.run(lambda stop: serve(settings, stop))
-
-
-def _refuse_open_tcp(settings: Settings) -> None:
-    if settings.grpc is not None and not isinstance(settings.grpc, UnixAddress | TcpAddress):
-        raise click.UsageError(f"--grpc {settings.grpc}: gRPC is served on unix: and tcp: only")
-    for address in (*settings.listen, settings.grpc):
-        if isinstance(address, TcpAddress) and not service.is_loopback(address.host) and settings.token_file is None:
-            raise click.UsageError(
-                f"{address} can be reached from elsewhere: give --token-file, or listen on loopback or unix:"
-            )
 
 
 @service.command(cli, "vms", env="HOST_PROXY", log_level="warning")

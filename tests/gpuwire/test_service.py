@@ -49,7 +49,7 @@ def cli(settings: dict[str, Any]) -> click.Group:
         """A program."""
 
     @service.command(cli, "serve", env="DOOR")
-    @click.option("--listen", type=service.ADDRESS, default="127.0.0.1:80", callback=service.loopback_only)
+    @click.option("--listen", type=service.ADDRESS, default="127.0.0.1:80")
     @click.option("--peer", type=service.ADDRESS, multiple=True)
     @click.option("--folder", type=click.Path(path_type=Path), default="/sys")
     @click.option("--sample-ttl", type=service.SECONDS, default=5)
@@ -58,6 +58,7 @@ def cli(settings: dict[str, Any]) -> click.Group:
     @click.option("--notice", default="")
     @service.schema_options(unversioned=Unversioned.DENY)
     def serve(**flags: Any) -> None:
+        service.refuse_open_tcp("--listen", [flags["listen"]], None)
         if flags["notice"] == "unstartable":
             raise StartError("cannot listen on unix:/a: address\nalready in use")
         settings.update(flags)
