@@ -50,6 +50,7 @@ log = logging.getLogger(__name__)
 MIGRATIONS = Path(str(importlib.resources.files("aggregator._migrations")))
 MAX_LAG_S = 54.0
 RESUME_WITHIN_S = 120.0
+START_LOCK_WAIT_S = 15
 _POOL_WAIT_S = 2
 # A server that is gone without a word is noticed within seconds, and the database is tried again.
 _POSTGRES_PATIENCE = {
@@ -130,12 +131,12 @@ class Store:
 
     def revision(self) -> str | None:
         """The version of the schema in the database; None where there is none."""
-        with self._starting(), self._writing.connect() as connection:
+        with self._starting() as engine, engine.connect() as connection:
             return _revision(connection)
 
     def upgrade(self) -> None:
         """Brings the schema to this program's version, in one transaction; nothing is done where it is there already."""
-        with self._starting(), self._writing.begin() as connection:
+        with self._starting() as engine, engine.begin() as connection:
             if connection.dialect.name == "postgresql":
                 connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _UPGRADE_LOCK})
             before = _revision(connection)
@@ -156,7 +157,7 @@ class Store:
         if upgrade or (found is None and upgrade_empty):
             self.upgrade()
             return
-        with self._starting(), self._writing.connect() as connection:
+        with self._starting() as engine, engine.connect() as connection:
             self._refuse_strangers(found, connection)
         how = "is empty" if found is None else f"has schema {found}, this program needs {head}"
         raise StartError(f"database {self.name} {how}; run: gpu-aggregator db upgrade --db {self.name}")
@@ -166,7 +167,7 @@ class Store:
         # What the views compare with that time may not lag by as much.
         self._lag_s = min(self._max_lag_s, 0.45 * seconds)
         row = {"name": "stale_after_s", "value": str(float(seconds))}
-        with self._starting(), self._writing.begin() as connection:
+        with self._starting() as engine, engine.begin() as connection:
             connection.execute(
                 text(
                     "INSERT INTO setting (name, value) VALUES (:name, :value)"
@@ -244,11 +245,15 @@ class Store:
     # Errors
 
     @contextmanager
-    def _starting(self) -> Iterator[None]:
+    def _starting(self) -> Iterator[Engine]:
+        """Connections that wait longer for a lock: who is upgrading is worth waiting for."""
+        engine = _engine(self._url, writes=True, lock_wait_s=START_LOCK_WAIT_S)
         try:
-            yield
+            yield engine
         except (DBAPIError, PoolTimeout, CommandError) as error:
             raise StartError(f"database {self.name}: {_one_line(error)}") from error
+        finally:
+            engine.dispose()
 
     @contextmanager
     def _running(self) -> Iterator[None]:
@@ -326,10 +331,10 @@ def _plain(value: Any) -> Any:
 # Connections
 
 
-def _engine(url: URL, *, writes: bool) -> Engine:
+def _engine(url: URL, *, writes: bool, lock_wait_s: float = LOCK_WAIT_S) -> Engine:
     pool = {"pool_size": 1, "max_overflow": 0} if writes else {"pool_size": 5, "max_overflow": 5}
     if url.get_backend_name() == "sqlite":
-        engine = create_engine(url, connect_args={"timeout": LOCK_WAIT_S}, pool_timeout=_POOL_WAIT_S, **pool)
+        engine = create_engine(url, connect_args={"timeout": lock_wait_s}, pool_timeout=_POOL_WAIT_S, **pool)
         _prepare_sqlite(engine, writes=writes)
         return engine
     arguments = {name: value for name, value in _POSTGRES_PATIENCE.items() if name not in url.query}

@@ -20,6 +20,7 @@ SAMPLE = (
     "polled_at_ms utilization_gpu utilization_memory memory_total_bytes memory_used_bytes memory_free_bytes temperature_c "
     "power_usage_mw query_errors"
 )
+HEAD = "0002"
 # The contract's "SQL names", word for word.
 CONTRACT = {
     "v_gpu_samples": SAMPLE,
@@ -119,7 +120,7 @@ def test_empty_database_is_upgraded_once_and_then_left_alone(database_url: str) 
         first = store.revision()
         store.require_current()
         store.upgrade()
-        assert first == store.revision() == "0001"
+        assert first == store.revision() == HEAD
 
 
 def test_empty_database_is_refused_where_it_may_not_be_upgraded(database_url: str) -> None:
@@ -133,14 +134,14 @@ def test_empty_database_is_refused_where_it_may_not_be_upgraded(database_url: st
 def test_older_schema_is_refused_with_the_command_to_run(database_url: str, tmp_path: Path) -> None:
     migrations = tmp_path / "100% migrations"
     shutil.copytree(MIGRATIONS, migrations)
-    migration = 'revision = "9999"\ndown_revision = "0001"\ndef upgrade() -> None: pass\n'
+    migration = f'revision = "9999"\ndown_revision = "{HEAD}"\ndef upgrade() -> None: pass\n'
     (migrations / "versions" / "9999_later.py").write_text(migration)
     with closing(Store(database_url, migrations)) as later:
         with pytest.raises(StartError) as refusal:
             later.require_current()
-        what_to_do = f"has schema 0001, this program needs 9999; run: gpu-aggregator db upgrade --db {later.name}"
+        what_to_do = f"has schema {HEAD}, this program needs 9999; run: gpu-aggregator db upgrade --db {later.name}"
         assert str(refusal.value) == f"database {later.name} {what_to_do}"
-        assert later.revision() == "0001"
+        assert later.revision() == HEAD
         later.require_current(upgrade=True)
         assert later.revision() == "9999"
 

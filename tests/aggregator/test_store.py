@@ -645,7 +645,10 @@ def test_cvms_are_listed_with_their_latest_stretch_and_cards(store: Store) -> No
     [
         ("ok", (5, 5), "ok"),
         ("ok", (5, 5), "contested"),
-        ("stale", (60, 5), "ok"),
+        ("ok", (25, 5), "ok"),
+        ("detached", (60, 5), "ok"),
+        ("detached", (60, 5), "contested"),
+        ("detached", (5, 5), "no_gpu"),
         ("silent", (60, 60), "ok"),
         ("silent", (5, 5), "timeout"),
     ],
@@ -661,6 +664,20 @@ def test_state_of_a_card(store: Store, engine: Engine, state: str, ages_s: tuple
         {"state": state, "cc_enabled": True, "cc_ready": None}
     ]
     assert [card["state"] for card in store.latest()] == [state]
+
+
+def test_old_snapshot_that_is_still_served_is_stale(store: Store) -> None:
+    store.set_stale_after(30)
+    now_ms = time.time_ns() // 1_000_000
+    store.write([poll(now_ms - 5 * S, sample(now_ms - 60 * S))])
+    assert [card["state"] for card in store.latest()] == ["stale"]
+
+
+def test_contested_is_the_place_without_uuid_and_not_its_neighbour(store: Store) -> None:
+    now_ms = time.time_ns() // 1_000_000
+    nameless = replace(DEVICE, uuid="", pci_bus_id="02:00.0")
+    store.write([poll(now_ms, sample(now_ms), sample(now_ms, nameless), outcome="contested")])
+    assert {card["uuid"]: card["state"] for card in store.latest()} == {DEVICE.uuid: "ok", None: "contested"}
 
 
 def test_clock_that_was_ahead_does_not_keep_an_old_outcome_for_ever(store: Store) -> None:
