@@ -52,8 +52,8 @@ def view_queries(dialect: str) -> dict[str, str]:
         "JOIN gpu AS kept_under ON kept_under.gpu_id = s.gpu_id",
         "JOIN gpu ON gpu.gpu_id = kept_under.card_id",
     )
-    # Whose card a place without uuid is, is contested where its CVM says a uuid that another one has. A CVM that answers without
-    # a card tells that by its stretch reaching further than the card's stay; each may lag, but by less than half the time.
+    # A place without uuid is contested where its CVM names a card that another one has. A CVM that answers without a card is
+    # told by its stretch reaching further than the card's stay: each may lag, but by less than half of that time.
     now = _NOW_MS[dialect]
     state = f"""CASE
     WHEN cvm_state.state_id IS NULL OR cvm_state.outcome NOT IN ('ok', 'no_gpu', 'contested') THEN 'silent'
