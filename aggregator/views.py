@@ -7,6 +7,7 @@ these.
 
 from __future__ import annotations
 
+from aggregator.tables import UTILIZATION_BINS
 from gpuwire.device import GAUGES
 
 DIALECTS = ("sqlite", "postgresql")
@@ -46,8 +47,9 @@ def view_queries(dialect: str) -> dict[str, str]:
         *(f"s.{gauge.name}" for gauge in GAUGES),
         "s.query_errors",
     )
+    # The card is named twice so that a plan may come from either side: from a card's samples, or from a CVM's stays.
     sample_joins = (
-        "JOIN tenancy ON tenancy.tenancy_id = s.tenancy_id",
+        "JOIN tenancy ON tenancy.tenancy_id = s.tenancy_id AND tenancy.gpu_id = s.gpu_id",
         "JOIN cvm ON cvm.cvm_id = tenancy.cvm_id",
         "JOIN gpu AS kept_under ON kept_under.gpu_id = s.gpu_id",
         "JOIN gpu ON gpu.gpu_id = kept_under.card_id",
@@ -63,8 +65,25 @@ def view_queries(dialect: str) -> dict[str, str]:
     WHEN {now} - s.sampled_at_ms > {_STALE_AFTER_MS} THEN 'stale'
     ELSE 'ok'
   END AS state"""
+    bucket_columns = (
+        *(f"cvm.{name}" for name in _CVM),
+        "gpu.uuid",
+        *(f"tenancy.{name}" for name in _PLACE),
+        timestamp("s.bucket_ms", "bucket"),
+        "s.bucket_ms",
+        "s.samples",
+        *(column for gauge in GAUGES for column in _figures(gauge.name)),
+        *(f"s.{gauge.name}_last" for gauge in GAUGES),
+        "s.query_errors",
+        "s.covered_ms",
+        "s.energy_uj",
+        *(f"s.{name}" for name in UTILIZATION_BINS),
+    )
+    samples = _select(sample_columns, "gpu_sample AS s", *sample_joins)
+    if dialect == "sqlite":
+        samples += "\nUNION ALL " + _select(sample_columns, "gpu_sample_hot AS s", *sample_joins, HOT_ROWS)
     return {
-        "v_gpu_samples": _select(sample_columns, "gpu_sample AS s", *sample_joins),
+        "v_gpu_samples": samples,
         "v_gpu_latest": _select(
             (*sample_columns, "gpu.model", "cvm_state.cc_enabled", "cvm_state.cc_ready", state),
             "gpu_latest AS s",
@@ -94,7 +113,18 @@ def view_queries(dialect: str) -> dict[str, str]:
             "cvm_state",
             "JOIN cvm ON cvm.cvm_id = cvm_state.cvm_id",
         ),
+        "v_gpu_5m": _select(bucket_columns, "gpu_5m AS s", *sample_joins),
+        "v_gpu_1h": _select(bucket_columns, "gpu_1h AS s", *sample_joins),
     }
+
+
+# Hot rows that are not moved yet.
+HOT_ROWS = "WHERE s.rowid > (SELECT through_rowid FROM hot_move) OR s.gpu_id > (SELECT through_gpu_id FROM hot_move)"
+
+
+def _figures(gauge: str) -> tuple[str, ...]:
+    average = f"CAST(s.{gauge}_sum AS double precision) / nullif(s.{gauge}_count, 0) AS {gauge}_avg"
+    return average, f"s.{gauge}_min", f"s.{gauge}_max"
 
 
 def _select(columns: tuple[str, ...], *sources: str) -> str:

@@ -4,13 +4,17 @@ comes through alembic.ini, with an address."""
 from __future__ import annotations
 
 from alembic import context
-from sqlalchemy import Connection, create_engine
+from sqlalchemy import Connection, MetaData, create_engine
 
-from aggregator.tables import metadata
+from aggregator.tables import metadata, sqlite_metadata
+
+
+def _metadata(connection: Connection) -> list[MetaData]:
+    return [metadata, *([sqlite_metadata] if connection.dialect.name == "sqlite" else [])]
 
 
 def migrate(connection: Connection) -> None:
-    context.configure(connection=connection, target_metadata=metadata)
+    context.configure(connection=connection, target_metadata=_metadata(connection))
     with context.begin_transaction():
         context.run_migrations()
 

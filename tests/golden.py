@@ -9,7 +9,7 @@ import click
 from sqlalchemy import create_engine, inspect, text
 
 from aggregator.__main__ import cli as aggregator_cli
-from aggregator.tables import metadata
+from aggregator.tables import metadata, sqlite_metadata
 from aggregator.views import view_queries
 from gpuwire.device import GAUGES
 from gpuwire.errors import TelemetryError
@@ -94,6 +94,7 @@ def view_columns() -> dict[str, list[str]]:
     """By view, from a database that has them."""
     with create_engine("sqlite://").connect() as connection:
         metadata.create_all(connection)
+        sqlite_metadata.create_all(connection)
         for view, query in view_queries("sqlite").items():
             connection.execute(text(f"CREATE VIEW {view} AS {query}"))
         columns = inspect(connection)

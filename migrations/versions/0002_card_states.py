@@ -49,7 +49,7 @@ def create_latest(timestamp, now_ms) -> None:
   s.power_usage_mw,
   s.query_errors"""
     joins = """
-JOIN tenancy ON tenancy.tenancy_id = s.tenancy_id
+JOIN tenancy ON tenancy.tenancy_id = s.tenancy_id AND tenancy.gpu_id = s.gpu_id
 JOIN cvm ON cvm.cvm_id = tenancy.cvm_id
 JOIN gpu AS kept_under ON kept_under.gpu_id = s.gpu_id
 JOIN gpu ON gpu.gpu_id = kept_under.card_id"""

@@ -10,7 +10,7 @@ import pytest
 from sqlalchemy import Connection, Engine, create_engine, inspect, text
 
 from aggregator.store import MIGRATIONS, Store, parse_database_url
-from aggregator.tables import metadata
+from aggregator.tables import UTILIZATION_BINS, metadata, sqlite_metadata
 from aggregator.views import view_queries
 from gpuwire.device import GAUGES
 from gpuwire.errors import StartError
@@ -20,13 +20,25 @@ SAMPLE = (
     "polled_at_ms utilization_gpu utilization_memory memory_total_bytes memory_used_bytes memory_free_bytes temperature_c "
     "power_usage_mw query_errors"
 )
-HEAD = "0002"
+HEAD = "0003"
+NUMBERS = [gauge.name for gauge in GAUGES]
+BUCKET = " ".join(
+    (
+        "vmm vm_id vm_name app_id instance_id uuid bdf host_bdf host_bdf_source bucket bucket_ms samples",
+        *(f"{name}_avg {name}_min {name}_max" for name in NUMBERS),
+        *(f"{name}_last" for name in NUMBERS),
+        "query_errors covered_ms energy_uj",
+        *UTILIZATION_BINS,
+    )
+)
 # The contract's "SQL names", word for word.
 CONTRACT = {
     "v_gpu_samples": SAMPLE,
     "v_gpu_latest": f"{SAMPLE} model cc_enabled cc_ready state",
     "v_gpu_tenancy": ("uuid vmm vm_id vm_name app_id instance_id bdf host_bdf host_bdf_source first_seen last_seen"),
     "v_cvm_state": "vmm vm_id vm_name outcome detail schema_status cc_enabled cc_ready since until",
+    "v_gpu_5m": BUCKET,
+    "v_gpu_1h": BUCKET,
 }
 
 
@@ -83,6 +95,12 @@ def rebuild(connection: Connection) -> None:
         connection.execute(text(f"DROP VIEW {view}"))
     metadata.drop_all(connection)
     metadata.create_all(connection)
+    if connection.dialect.name == "sqlite":
+        sqlite_metadata.drop_all(connection)
+        sqlite_metadata.create_all(connection)
+    else:
+        for table in ("gpu_sample", "gpu_5m", "gpu_1h"):
+            connection.execute(text(f"CREATE TABLE {table}_default PARTITION OF {table} DEFAULT"))
     for view, query in view_queries(connection.dialect.name).items():
         connection.execute(text(f"CREATE VIEW {view} AS {query}"))
 
