@@ -174,9 +174,10 @@ cvm_state = Table(
 
 # Of each bucket of 5 minutes, and of each hour, what its samples of one card in one stay come to. `covered_ms` is the time that
 # they speak for: each for that since the one before, at most until a card without news is stale. `energy_uj` is the power over
-# that time. A `_last` is of the last sample; `utilization_gpu_to_N` counts those above the bound before and up to N %.
+# that time; `utilization_gpu_ms_to_N` is the part of it at utilizations above the bound before and up to N %, a histogram that
+# weighs by real gaps. A `_last` is of the last sample.
 UTILIZATION_BOUNDS = (0, *range(5, 101, 5))
-UTILIZATION_BINS = tuple(f"utilization_gpu_to_{bound}" for bound in UTILIZATION_BOUNDS)
+UTILIZATION_BINS = tuple(f"utilization_gpu_ms_to_{bound}" for bound in UTILIZATION_BOUNDS)
 
 
 def _bucket_columns() -> list[Column[int]]:

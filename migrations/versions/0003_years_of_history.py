@@ -24,7 +24,7 @@ GAUGES = {
     "temperature_c": TEMPERATURE,
     "power_usage_mw": POWER,
 }
-UTILIZATION_BINS = [f"utilization_gpu_to_{bound}" for bound in (0, *range(5, 101, 5))]
+UTILIZATION_BINS = [f"utilization_gpu_ms_to_{bound}" for bound in (0, *range(5, 101, 5))]
 
 
 def upgrade() -> None:
