@@ -38,6 +38,8 @@ BATCH_SIZE = 2000
 PATIENCE_S = 0.5
 # With the longest wait for a connection (3 s): a try at least every 5 s.
 RETRY_S = 1.5
+# A batch takes tens of milliseconds, and every wait for a lock is shorter.
+SILENT_AFTER_S = 5.0
 IDLE_CHECK_S = 5.0
 CLOSE_WITHIN_S = 2.0
 QUEUE_SIZE = 20_000
@@ -45,25 +47,27 @@ QUEUE_SIZE = 20_000
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What became of a batch. `refused` are polls that the database will never take, with the reason."""
+    """What became of a batch: of its `samples` so many are new `rows`. `refused` are polls that the database will never take,
+    with the reason."""
 
     rows: int = 0
     polls: int = 0
+    samples: int = 0
     refused: tuple[tuple[Poll, str], ...] = ()
 
 
 def write_what_can_be(store: Store, polls: list[Poll]) -> Written:
     """Writes a batch; where some poll of it can never be stored, the others. Raises DatabaseAway."""
     try:
-        return Written(store.write(polls), len(polls))
+        return Written(store.write(polls), len(polls), sum(len(poll.samples) for poll in polls))
     except Unstorable as error:
         if len(polls) < 2:
             return Written(refused=tuple((poll, str(error)) for poll in polls))
     # Halves, so that one among thousands is found in a few tries; the first half first, to keep the order.
     middle = len(polls) // 2
     halves = [write_what_can_be(store, half) for half in (polls[:middle], polls[middle:])]
-    rows, stored = sum(half.rows for half in halves), sum(half.polls for half in halves)
-    return Written(rows, stored, tuple(refusal for half in halves for refusal in half.refused))
+    rows, stored, samples = (sum(getattr(half, name) for half in halves) for name in ("rows", "polls", "samples"))
+    return Written(rows, stored, samples, tuple(refusal for half in halves for refusal in half.refused))
 
 
 @dataclass(slots=True)
@@ -99,8 +103,8 @@ class Writer:
         self._clock = clock
         self._wall_clock = wall_clock
         self._queue: deque[tuple[Poll, float]] = deque()
-        self._database = _Worker("database writer")
-        self._disk = _Worker("spool writer")
+        self._database = Worker("database writer")
+        self._disk = Worker("spool writer")
         self._flight: _Flight | None = None
         self._tried_at = clock()
         self._spool_retry_at = clock()
@@ -110,6 +114,7 @@ class Writer:
         self._dropped: Counter[str] = Counter()
 
         self.rows_written = 0
+        self.samples_repeated = 0  # the database had them already
         self.polls_written = 0
         self.set_aside = 0
         self.database_errors: Counter[str] = Counter()  # failed tries by the kind of DatabaseAway
@@ -224,6 +229,8 @@ class Writer:
         if self._flight is None and self._clock() >= self._next_try():
             await self._take_off()
         flight, now = self._flight, self._clock()
+        if flight is not None and not self.database_error and now >= flight.since + SILENT_AFTER_S:
+            self._notice_silence()
         if flight is not None and now >= self._flight_due(flight):
             await self._flight_to_spool(flight)
         if self._queue and now >= self._spool_due():
@@ -232,7 +239,10 @@ class Writer:
     # When
 
     def _next_due(self) -> float:
-        due = self._next_try() if self._flight is None else self._flight_due(self._flight)
+        flight = self._flight
+        due = self._next_try() if flight is None else self._flight_due(flight)
+        if flight is not None and not self.database_error:
+            due = min(due, flight.since + SILENT_AFTER_S)
         return min(due, self._spool_due()) if self._queue else due
 
     def _next_try(self) -> float:
@@ -282,6 +292,11 @@ class Writer:
         await self._land(flight)
         return True
 
+    def _notice_silence(self) -> None:
+        """A server that is frozen, or a disk that hangs, refuses nothing."""
+        self.database_error = str(DatabaseAway(f"{self._store.name}: no answer within {SILENT_AFTER_S:g} s"))
+        log.warning("database is silent, polls go to the spool: folder=%s reason=%s", self._spool.folder, self.database_error)
+
     async def _land(self, flight: _Flight) -> None:
         self._tried_at = self._clock()
         try:
@@ -300,6 +315,7 @@ class Writer:
         self.database_error = ""
         self.rows_written += written.rows
         self.polls_written += written.polls
+        self.samples_repeated += written.samples - written.rows
         if written.polls:
             self.last_write_s = self._wall_clock()
             log.debug("written: polls=%d rows=%d", written.polls, written.rows)
@@ -307,6 +323,9 @@ class Writer:
             await self._keep_aside(written.refused)
         if flight.mark is not None:
             await self._disk.do(self._spool.forget, flight.mark)
+        # With the database back nothing else would.
+        if self.spool_error and self._clock() >= self._spool_retry_at:
+            await self._to_spool([])
         if flight.earlier and not self._spool.holds_earlier:
             self._store.begin_run()
         self._flight = None
@@ -336,6 +355,7 @@ class Writer:
         return True
 
     async def _to_spool(self, polls: list[Poll]) -> Mark | None:
+        """None where it takes them not; without any it is tried whether it would take some."""
         try:
             mark: Mark = await self._disk.do(self._spool.append, polls)
         except SpoolFull as error:
@@ -350,7 +370,7 @@ class Writer:
         return mark
 
 
-class _Worker:
+class Worker:
     """A thread that does one thing after another. It does not keep the program from ending: what it waits for then is a
     database that does not answer."""
 

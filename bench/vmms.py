@@ -1,5 +1,6 @@
 """Simulated VMMs for the benches of the aggregator: one process, a Unix socket each, as many guests behind it as are asked for.
 They cost next to nothing, so that what is measured is the aggregator's. A hung guest is a 504 after the proxy's limit.
+tests/soak/vmm.py has guests of its own behind them.
 
     python -m bench.vmms --vms 50 --cards 8 [--hung 25] [--guest-timeout 8] [--one-call] SOCKET...
 """
@@ -29,7 +30,7 @@ class Vmm:
         ids = [f"{name}-vm-{number}" for number in range(vms)]
         self.list = [_vm_info(vm_id, number, cards) for number, vm_id in enumerate(ids)]
         self.bodies = {vm_id: gpu_info(vm_id, cards) for vm_id in ids[hung:]}
-        self.frames = {vm_id: _frame(GuestReply(id=vm_id, status=200, body=body)) for vm_id, body in self.bodies.items()}
+        self.frames = {vm_id: frame_of(vm_id, body) for vm_id, body in self.bodies.items()}
         self.guest_timeout_s = guest_timeout_s
         self.one_call = one_call
 
@@ -39,7 +40,7 @@ class Vmm:
         return StatusResponse(vms=self.list[start : start + asked.page_size], total=len(self.list)).SerializeToString()
 
 
-def gpu_info(vm_id: str, cards: int) -> bytes:
+def gpu_info(vm_id: str, cards: int, *, power_usage_mw: int = 612_345, sample_age_ms: int = 1234) -> bytes:
     """As a healthy guest with `cards` cards answers, every field set."""
     seed = vm_id.encode().hex()[-16:]
     devices = tuple(
@@ -53,17 +54,25 @@ def gpu_info(vm_id: str, cards: int) -> bytes:
             memory_used_bytes=101 * GIB,
             memory_free_bytes=39 * GIB,
             temperature_c=64,
-            power_usage_mw=612_345,
+            power_usage_mw=power_usage_mw,
         )
         for index in range(cards)
     )
-    return to_message(GpuSnapshot(devices, cc_ready=True, cc_enabled=True, sample_age_ms=1234)).SerializeToString()
+    return to_message(GpuSnapshot(devices, cc_ready=True, cc_enabled=True, sample_age_ms=sample_age_ms)).SerializeToString()
 
 
 class Connection(asyncio.Protocol):
+    """`body` and `frame` are what a guest answers to a single call and in one for the whole host; None hangs."""
+
     def __init__(self, vmm: Vmm) -> None:
         self._vmm = vmm
         self._received = bytearray()
+
+    def body(self, vm_id: str) -> bytes | None:
+        return self._vmm.bodies.get(vm_id)
+
+    def frame(self, vm_id: str) -> bytes | None:
+        return self._vmm.frames.get(vm_id)
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
@@ -82,7 +91,7 @@ class Connection(asyncio.Protocol):
             case b"/prpc/Status":
                 self._reply(200, vmm.status(body))
             case b"/guest/GpuInfo":
-                found = vmm.bodies.get(Id.FromString(body).id)
+                found = self.body(Id.FromString(body).id)
                 if found is None:
                     asyncio.get_running_loop().call_later(vmm.guest_timeout_s, self._reply, 504, b"")
                 else:
@@ -96,10 +105,11 @@ class Connection(asyncio.Protocol):
         self._transport.write(f"HTTP/1.1 {status} .\r\n{more}Content-Length: {len(body)}\r\n\r\n".encode() + body)
 
     def _stream(self, ids: list[str]) -> None:
-        frames = b"".join(_chunk(self._vmm.frames[vm_id]) for vm_id in ids if vm_id in self._vmm.frames)
-        self._transport.write(b"HTTP/1.1 200 .\r\nTransfer-Encoding: chunked\r\n\r\n" + frames)
-        hung = [vm_id for vm_id in ids if vm_id not in self._vmm.frames]
-        late = b"".join(_chunk(_frame(GuestReply(id=vm_id, status=504, error="timeout: hung"))) for vm_id in hung)
+        frames = {vm_id: self.frame(vm_id) for vm_id in ids}
+        at_once = b"".join(_chunk(frame) for frame in frames.values() if frame is not None)
+        self._transport.write(b"HTTP/1.1 200 .\r\nTransfer-Encoding: chunked\r\n\r\n" + at_once)
+        hung = [vm_id for vm_id, frame in frames.items() if frame is None]
+        late = b"".join(_chunk(_framed(GuestReply(id=vm_id, status=504, error="timeout: hung"))) for vm_id in hung)
         if hung:
             asyncio.get_running_loop().call_later(self._vmm.guest_timeout_s, self._transport.write, late + b"0\r\n\r\n")
         else:
@@ -115,9 +125,11 @@ def _vm_info(vm_id: str, number: int, cards: int) -> VmInfo:
     return info
 
 
-def _frame(reply: GuestReply) -> bytes:
-    if reply.status == 200:
-        reply.schema, reply.schema_status = str(CURRENT), "match"
+def frame_of(vm_id: str, body: bytes) -> bytes:
+    return _framed(GuestReply(id=vm_id, status=200, schema=str(CURRENT), schema_status="match", body=body))
+
+
+def _framed(reply: GuestReply) -> bytes:
     stream = BytesIO()
     serialize_length_prefixed(reply, stream)
     return stream.getvalue()

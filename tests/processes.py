@@ -42,7 +42,8 @@ def run_program(name: str, *arguments: str, environment: Mapping[str, str] | Non
 def running(
     name: str, arguments: Sequence[str], log: Path, environment: Mapping[str, str] | None = None
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """`name serve arguments...`, up within the context, its log lines in `log`; ended by SIGTERM, and its status is 0 then."""
+    """`name serve arguments...`, up within the context, its log lines in `log`; ended by SIGTERM, and its status is 0 then,
+    unless it was ended and waited for within."""
     with log.open("wb") as stderr:
         process = subprocess.Popen([program(name), "serve", *arguments], stderr=stderr, env=dict(environment or os.environ))
     try:
@@ -51,8 +52,9 @@ def running(
             assert process.poll() is None and time.monotonic() < deadline, log.read_text()
             time.sleep(0.02)
         yield process
-        process.terminate()
-        assert process.wait(15) == 0, log.read_text()
+        if process.returncode is None:
+            process.terminate()
+            assert process.wait(15) == 0, log.read_text()
     finally:
         process.kill()
         process.wait()

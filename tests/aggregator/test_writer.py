@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import os
+import signal
 import sqlite3
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, closing
+from contextlib import asynccontextmanager, closing, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ import psycopg
 import pytest
 from sqlalchemy import create_engine, make_url, text
 
+from aggregator.errors import DatabaseAway
 from aggregator.rows import Cvm, Poll, Sample
 from aggregator.spool import Spool
 from aggregator.store import Store, parse_database_url
@@ -25,7 +28,6 @@ from gpuwire.device import GpuDevice
 from gpuwire.errors import StartError
 from tests.postgres import PostgresServer
 from tests.small_disk import small_disk
-from tests.soak.feeder import kill_while_writing, upgraded
 
 __all__ = ["small_disk"]
 
@@ -50,6 +52,12 @@ def rows(url: str, query: str = "SELECT sampled_at_ms, power_usage_mw FROM v_gpu
 def expected(count: int) -> list[tuple[int, int]]:
     """Each of `count` turns once, at its true time."""
     return [(T0 + turn * 15 * S - 100, turn) for turn in range(count)]
+
+
+def upgraded(url: str) -> str:
+    with closing(Store(url)) as store:
+        store.require_current()
+    return url
 
 
 async def until(condition: Callable[[], bool], within_s: float = 15) -> None:
@@ -159,11 +167,62 @@ async def test_postgresql_that_is_stopped_and_started_costs_no_row(server: Postg
         assert writer.database_error.startswith("database: ")
         assert writer.database_errors["unreachable"] >= 1
         assert writer.spool_age_s > 0
-        await asyncio.to_thread(server.start)
+        server.start()  # in no other thread: it would end with that one
         await turns.until(lambda: writer.spool_polls == 0 and not writer.database_error)
         await turns.go_on(0.3)
     assert rows(url) == expected(turns.made)
     assert rows(url, "SELECT count(*) FROM v_cvm_state") == rows(url, "SELECT count(*) FROM v_gpu_tenancy") == [(1,)]
+
+
+async def test_frozen_postgresql_is_said_and_costs_no_row(
+    server: PostgresServer, spool: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with psycopg.connect(server.url, autocommit=True) as other:
+        other.execute("CREATE DATABASE frozen")
+    url = upgraded(make_url(server.url).set(database="frozen").render_as_string())
+    caplog.set_level(logging.INFO, "aggregator")
+    frozen: list[int] = []
+    try:
+        async with writing(url, spool) as writer:
+            turns = Turns(writer)
+            await turns.until(lambda: writer.polls_written > 0)
+            frozen = freeze(server.url, "frozen")
+            await turns.until(lambda: writer.database_error != "")
+            assert "no answer within 5 s" in writer.database_error
+            assert (writer.database_error in caplog.text, caplog.text.count("database is silent")) == (True, 1)
+            assert writer.spool_polls > 0
+            thaw(frozen)
+            await turns.until(lambda: not writer.database_error and not writer.spool_polls)
+            assert caplog.text.count("database is back") == 1
+    finally:
+        thaw(frozen)
+    assert rows(url) == expected(turns.made)
+
+
+def test_who_waits_behind_one_that_hangs_is_told_so_in_plain_words(sqlite_url: str) -> None:
+    with (
+        closing(Store(sqlite_url)) as store,
+        store.maintaining(),
+        pytest.raises(DatabaseAway, match="no connection is free within 2 s") as away,
+        store.maintaining(),
+    ):
+        pass
+    assert "Pool" not in str(away.value)
+
+
+def freeze(url: str, database: str) -> list[int]:
+    """Stops the processes of this database's connections, and returns them."""
+    with psycopg.connect(url, autocommit=True) as other:
+        found = other.execute("SELECT pid FROM pg_stat_activity WHERE datname = %s", (database,)).fetchall()
+    for (pid,) in found:
+        os.kill(pid, signal.SIGSTOP)
+    return [pid for (pid,) in found]
+
+
+def thaw(pids: list[int]) -> None:
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
 
 
 async def test_connections_that_are_ended_are_made_anew(postgres_url: str, spool: Path) -> None:
@@ -209,6 +268,36 @@ async def test_sqlite_that_another_writer_holds_costs_no_row(sqlite_url: str, sp
     assert rows(sqlite_url) == expected(turns.made)
 
 
+async def test_sqlite_file_that_is_moved_away_is_said_and_costs_no_row(sqlite_url: str, spool: Path) -> None:
+    path = Path(sqlite_url.removeprefix("sqlite:///"))
+    async with writing(sqlite_url, spool) as writer:
+        turns = Turns(writer)
+        await turns.until(lambda: writer.polls_written > 0)
+        path.rename(path.with_name("elsewhere.db"))
+        await turns.until(lambda: writer.database_error != "")
+        assert writer.database_error.endswith("history.db: the file was moved away or removed")
+        await turns.until(lambda: writer.spool_polls > 5)
+        assert not path.exists(), "an empty one would be taken for the history"
+        path.with_name("elsewhere.db").rename(path)
+        await turns.until(lambda: not writer.database_error and not writer.spool_polls)
+    assert rows(sqlite_url) == expected(turns.made)
+
+
+async def test_sqlite_file_that_is_put_in_place_of_another_is_written_from_then_on(sqlite_url: str, spool: Path) -> None:
+    path = Path(sqlite_url.removeprefix("sqlite:///"))
+    upgraded(f"sqlite:///{path}.new")
+    async with writing(sqlite_url, spool) as writer:
+        turns = Turns(writer)
+        await turns.until(lambda: writer.polls_written > 0)
+        path.rename(path.with_name("old.db"))
+        path.with_name(f"{path.name}.new").rename(path)
+        before = turns.made
+        await turns.go_on(2)
+    found = [power for _, power in rows(sqlite_url)]
+    assert found == list(range(turns.made))[-len(found) :]
+    assert len(found) > turns.made - before
+
+
 async def test_full_disk_under_the_database_is_waited_for(small_disk: Path, spool: Path) -> None:
     url = upgraded(f"sqlite:///{small_disk}/history.db")
     async with writing(url, spool) as writer:
@@ -235,7 +324,10 @@ async def test_full_disk_under_the_spool_keeps_what_fits_in_memory(sqlite_url: s
         kept = turns.made - dropped
         await until(lambda: writer.polls_written >= kept)
         assert rows(sqlite_url)[:kept] == expected(kept), "the oldest is dropped last"
+        assert writer.spool_error, "its disk is full still"
         (small_disk / "ballast").unlink()
+        writer.add(poll(turns.made))
+        await until(lambda: not writer.spool_error)
 
 
 async def test_bound_of_the_spool_drops_the_newest_and_counts_it(sqlite_url: str, spool: Path) -> None:
@@ -311,19 +403,6 @@ async def test_two_programs_do_not_share_a_spool(sqlite_url: str, spool: Path) -
     async with writing(sqlite_url, spool):
         with pytest.raises(StartError, match="is in use by another program"), closing(Store(sqlite_url)) as store:
             Writer(store, spool)
-
-
-def test_killed_while_writing_nothing_is_doubled_and_nothing_older_than_two_seconds_lost(
-    postgres_url: str, sqlite_url: str, tmp_path: Path
-) -> None:
-    upgraded(postgres_url)
-    with ThreadPoolExecutor() as pool:
-        side_by_side = [
-            pool.submit(kill_while_writing, url, tmp_path / name, [1.2, 1.7, 0.4])
-            for name, url in (("sqlite", sqlite_url), ("postgresql", postgres_url))
-        ]
-    for one in side_by_side:
-        one.result()
 
 
 def fill(path: Path) -> None:
