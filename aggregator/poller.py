@@ -17,7 +17,7 @@ import logging
 import time
 import zlib
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -35,17 +35,17 @@ from aggregator.outcome import (
     classify_failure,
     classify_reply,
 )
-from aggregator.rows import Cvm, Poll
+from aggregator.rows import Cvm, Poll, Sample
 from aggregator.samples import Placing, samples_of
 from aggregator.settings import PollSettings, Vmm
 from aggregator.targets import Target, target_of
 from aggregator.turns import Turn, Turns
 from aggregator.vmm_client import VmmClient, VmmConnections
 from gpuwire.bdf import Bdf
-from gpuwire.device import GpuSnapshot
 from gpuwire.display import one_line
 from gpuwire.errors import NotRunning, TelemetryError
 from gpuwire.http_client import HttpReply
+from gpuwire.trust import clean_text
 
 log = logging.getLogger(__name__)
 
@@ -56,6 +56,9 @@ GATHERED = 1 / 15
 MAX_GATHER_S = 1.0
 RUNNING = "running"
 MAX_VM_ID = 256
+MAX_NAME = 64  # of what is said of a VM that cannot be asked
+MAX_NAMED = 10
+GONE = "it does not run by the VMM's list"
 Sink = Callable[[Poll], None]
 
 
@@ -72,9 +75,13 @@ class Watch(Protocol):
 
     def skipped(self, vmm: str, turns: int) -> None: ...
 
-    def listed(self, vmm: str, vms: Mapping[str, Target] | None) -> None: ...
+    def listed(self, vmm: str, vms: Mapping[str, Target] | None, problem: str = "") -> None: ...
+
+    def unaskable(self, vmm: str, vms: int) -> None: ...
 
     def gone(self, vmm: str) -> None: ...
+
+    def leased(self, vmm: str, held: bool) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +105,15 @@ class Asked:
     elapsed_s: float | None
 
 
+@dataclass(frozen=True, slots=True)
+class Unaskable:
+    """A VM that runs and that nobody can ask, for its id; both texts are clipped."""
+
+    vm_id: str
+    vm_name: str
+    problem: str
+
+
 @dataclass(slots=True)
 class _Told:
     """What was logged of a VM, so that only what is new is logged."""
@@ -107,14 +123,17 @@ class _Told:
 
 
 class Poller:
-    """Polls the VMs of one VMM."""
+    """Polls the VMs of one VMM. `known` are those that ran there by what the database knows: they stand for its list until that
+    can be had."""
 
-    def __init__(self, vmm: Vmm, shared: Shared) -> None:
+    def __init__(self, vmm: Vmm, shared: Shared, known: Iterable[Cvm] = ()) -> None:
         self.vmm = vmm
         self._shared = shared
         self._settings = shared.settings
         self._client = VmmClient(vmm, shared.connections, shared.settings.timeout)
-        self._targets: dict[str, Target] = {}
+        self._targets = {cvm.vm_id: Target(cvm) for cvm in known}
+        self._gone: dict[str, Target] = {}
+        self.unaskable: tuple[Unaskable, ...] = ()
         self._placings: dict[str, Placing] = {}
         self._models: Mapping[Bdf, str] = {}
         self._told: dict[str, _Told] = {}
@@ -127,14 +146,40 @@ class Poller:
     # Once
 
     async def list_running(self) -> list[Target]:
-        """Raises TelemetryError."""
+        """Raises TelemetryError, and then the list is as it was."""
         vms = await self._client.list_vms()
-        targets = {vm.id: target_of(self.vmm.name, vm) for vm in vms if vm.status == RUNNING and 0 < len(vm.id) <= MAX_VM_ID}
+        targets: dict[str, Target] = {}
+        unaskable = []
+        for vm in vms:
+            if vm.status != RUNNING:
+                continue
+            if problem := _no_id(vm.id, targets):
+                unaskable.append(Unaskable(clean_text(vm.id, MAX_NAME), clean_text(vm.name, MAX_NAME), problem))
+            else:
+                targets[vm.id] = target_of(self.vmm.name, vm)
+        self._note_unaskable(tuple(unaskable))
+        self._gone |= {vm_id: target for vm_id, target in self._targets.items() if vm_id not in targets}
         self._targets = targets
         self._placings = {vm_id: placing for vm_id, placing in self._placings.items() if vm_id in targets}
-        self._told = {vm_id: told for vm_id, told in self._told.items() if vm_id in targets or not vm_id}
         self._shared.identity.learn(self.vmm.name, targets, _now_ms())
         return list(targets.values())
+
+    def _note_unaskable(self, unaskable: tuple[Unaskable, ...]) -> None:
+        if unaskable and unaskable != self.unaskable:
+            named = "; ".join(f"{vm.vm_id or '-'} ({vm.vm_name or '-'}): {vm.problem}" for vm in unaskable[:MAX_NAMED])
+            log.warning("vms cannot be asked: vmm=%s vms=%d named=%s", self.vmm.name, len(unaskable), named)
+        self.unaskable = unaskable
+        self._shared.watch.unaskable(self.vmm.name, len(unaskable))
+
+    def gone(self) -> list[Asked]:
+        """The end of each VM that left the list since the last call: what asking it would have brought."""
+        gone, self._gone = self._gone, {}
+        return [_not_asked(target, NotRunning.word, str(NotRunning(GONE))) for target in gone.values()]
+
+    def unlisted(self, error: TelemetryError) -> list[Asked]:
+        """What becomes of the VMs of the last list that could be had: a VMM that is away is not a VMM without VMs."""
+        detail = classify_failure(error).detail
+        return [_not_asked(target, VMM_UNREACHABLE, detail) for target in self._targets.values()]
 
     async def learn_models(self) -> None:
         """What it cannot be told stays as it was."""
@@ -159,14 +204,22 @@ class Poller:
         refused = Counter(outcome.refused)
         snapshot = outcome.snapshot
         if snapshot is None:
-            poll = Poll(target.cvm, asked.polled_at_ms, outcome.word, outcome.detail, outcome.schema_status)
+            poll = Poll(
+                target.cvm,
+                asked.polled_at_ms,
+                outcome.word,
+                outcome.detail,
+                outcome.schema_status,
+                guest_schema=outcome.guest_schema,
+            )
             self._count(poll, refused, 0, asked.elapsed_s)
             return poll, refused
         placed = samples_of(snapshot, target, asked.polled_at_ms, self._placings.get(vm_id), self._models)
         self._placings[vm_id] = placed.placing
         settled = self._shared.identity.settle(target, placed.samples, asked.polled_at_ms)
         refused = refused + placed.refused + settled.refused
-        parts = (*settled.contested, *settled.claimed_too, _lost(snapshot), _refusals(refused), outcome.detail)
+        told = (*settled.contested, *settled.claimed_too, *settled.invented)
+        parts = (*told, _lost(settled.lost, len(snapshot.gpus)), _refusals(refused), outcome.detail)
         detail = "; ".join(part for part in parts if part)
         if len(detail) > MAX_DETAIL:
             detail = detail[:MAX_DETAIL]
@@ -180,6 +233,7 @@ class Poller:
             cc_enabled=snapshot.cc_enabled,
             cc_ready=snapshot.cc_ready,
             samples=settled.samples,
+            guest_schema=outcome.guest_schema,
         )
         self._count(poll, refused, len(settled.contested), asked.elapsed_s)
         return poll, refused
@@ -204,7 +258,7 @@ class Poller:
             answer, start_s = await call.answer(target.cvm.vm_id), call.started_s
             self._one_call = self._one_call and call.offered
         if answer is None:
-            async with self._shared.slots.taken():
+            async with self._shared.slots.taken(self.vmm.name):
                 limit_s = self._settings.timeout
                 if call is None or not call.offered:
                     start_s = time.perf_counter()
@@ -237,7 +291,7 @@ class Poller:
         minute_s = LIST_REFRESH_S * zlib.crc32(self.vmm.name.encode()) / 2**32
         while True:
             self._list_outdated.clear()
-            async with self._shared.slots.taken():
+            async with self._shared.slots.taken(self.vmm.name):
                 listed = await self._refresh(turns, interval_s, sink)
             if listed:
                 await self.learn_models()
@@ -253,16 +307,20 @@ class Poller:
         except TelemetryError as error:
             self._away = True
             self._tell("", VMM_UNREACHABLE, str(error))
-            self._shared.watch.listed(self.vmm.name, None)
-            # The list stays: a VMM that is away is not a VMM without VMs.
-            outcome = classify_failure(error)
-            for target in self._targets.values():
-                self._hand_on(Asked(target, Outcome(VMM_UNREACHABLE, outcome.detail), _now_ms(), None), sink)
+            self._shared.watch.listed(self.vmm.name, None, str(error))
+            for asked in self.unlisted(error):
+                self._hand_on(asked, sink)
             return False
         self._tell("", "listed", f"running={len(targets)}")
-        self._shared.watch.listed(self.vmm.name, self._targets)
         for vm_id in self._asking.keys() - self._targets.keys():
             self._asking[vm_id].cancel()
+        for asked in self.gone():
+            vm_id = asked.target.cvm.vm_id
+            # Who was asked since it stopped has said so already.
+            if self._told.get(vm_id, _Told()).word != NotRunning.word:
+                self._hand_on(asked, sink)
+            self._told.pop(vm_id, None)
+        self._shared.watch.listed(self.vmm.name, self._targets)
         if self._away:
             turns.forgive(time.monotonic())
         self._away, self._one_call = False, True
@@ -331,48 +389,59 @@ class Poller:
         if told.word == word:
             return
         told.word = word
-        level = logging.INFO if word in (*ANSWERED[:2], "listed") else logging.WARNING
+        level = logging.INFO if word in (*ANSWERED[:2], "listed", NotRunning.word) else logging.WARNING
         log.log(level, "outcome changed: vmm=%s vm=%s outcome=%s detail=%s", self.vmm.name, vm_id or "-", word, detail)
 
 
 async def poll_once(pollers: Sequence[Poller], identity: Identity) -> tuple[list[Poll], dict[str, str]]:
-    """Every running VM once, side by side, whatever its turn; and by VMM name why its list could not be had."""
+    """Every running VM once, side by side, whatever its turn, and those that were known and run no more; and by VMM name why
+    its list could not be had."""
 
-    async def poll(poller: Poller) -> list[tuple[Poller, Asked]] | TelemetryError:
+    problems: dict[Poller, str] = {}
+
+    async def poll(poller: Poller) -> list[tuple[Poller, Asked]]:
         try:
             targets = await poller.list_running()
         except TelemetryError as error:
-            return error
+            problems[poller] = str(error)
+            return [(poller, asked) for asked in poller.unlisted(error)]
         await poller.learn_models()
-        return [(poller, asked) for asked in await poller.ask_all(targets)]
+        return [(poller, asked) for asked in (*await poller.ask_all(targets), *poller.gone())]
 
-    found: list[tuple[Poller, Asked]] = []
-    failures: dict[str, str] = {}
-    for poller, result in zip(pollers, await asyncio.gather(*map(poll, pollers)), strict=True):
-        if isinstance(result, TelemetryError):
-            failures[poller.vmm.name] = str(result)
-        else:
-            found += result
+    found = [asked for several in await asyncio.gather(*map(poll, pollers)) for asked in several]
+    failures = {poller.vmm.name: problems[poller] for poller in pollers if poller in problems}
     # Who had a card before says so first: by order of arrival it would be whose it is by chance.
     order = sorted(range(len(found)), key=lambda n: not identity.holds(found[n][1].target.cvm, _uuids(found[n][1])))
     polls = {n: found[n][0].conclude(found[n][1])[0] for n in order}
     return [polls[n] for n in range(len(found))], failures
 
 
+def _not_asked(target: Target, word: str, detail: str) -> Asked:
+    return Asked(target, Outcome(word, detail), _now_ms(), None)
+
+
+def _no_id(vm_id: str, others: Collection[str]) -> str:
+    """What is wrong with the id, among these other ones; empty where nothing is."""
+    if not vm_id:
+        return "its id is empty"
+    if len(vm_id) > MAX_VM_ID:
+        return f"its id has {len(vm_id)} characters, at most {MAX_VM_ID} are taken"
+    return "another running VM has its id" if vm_id in others else ""
+
+
 def _uuids(asked: Asked) -> list[str]:
     return [device.uuid for device in asked.outcome.snapshot.gpus] if asked.outcome.snapshot else []
 
 
-def _lost(snapshot: GpuSnapshot) -> str:
+def _lost(lost: Sequence[Sample], cards: int) -> str:
     """Cards that have neither uuid nor address have no rows: without a word here they would be missed by nobody.
 
     `1 of 4 cards without identity: device: GPU is lost`, the reason being the first one's.
     """
-    lost = [device for device in snapshot.gpus if not device.uuid and not device.pci_bus_id]
     if not lost:
         return ""
-    reason = next((device.errors[0] for device in lost if device.errors), "no reason given")
-    return f"{len(lost)} of {len(snapshot.gpus)} cards without identity: {one_line(reason[:MAX_REASON])}"
+    reason = next((sample.device.errors[0] for sample in lost if sample.device.errors), "no reason given")
+    return f"{len(lost)} of {cards} cards without identity: {one_line(reason[:MAX_REASON])}"
 
 
 def _refusals(refused: Mapping[str, int]) -> str:
