@@ -74,6 +74,8 @@ cvm = Table(
     Column("instance_id", Text),
     # The stretch of cvm_state that was confirmed last. No foreign key: the two tables would need each other to be made.
     Column("state_id", _LONG_ID),
+    # The version that its agent named last.
+    Column("guest_schema", Text),
     UniqueConstraint("vmm", "vm_id"),
     Index(None, "vm_id"),
     Index(None, "app_id"),
@@ -130,10 +132,12 @@ gpu_sample = Table(
 Index(None, gpu_sample.c.sampled_at_ms, postgresql_using="brin").ddl_if(dialect="postgresql")
 
 # SQLite writes whole pages: rows of one poll lie on as many pages of gpu_sample as there are cards. They are put down here, in
-# the order in which they come, and moved there when each card has some.
+# the order in which they come, and moved there when each card has some. VACUUM would number the rows anew, under the mark of a
+# move, were their number not a column.
 gpu_sample_hot = Table(
     "gpu_sample_hot",
     sqlite_metadata,
+    Column("rowid", Integer, primary_key=True),
     Column("gpu_id", Integer, nullable=False),
     Column("sampled_at_ms", BigInteger, nullable=False),
     *_measurement(),
@@ -170,6 +174,19 @@ cvm_state = Table(
     Column("cc_enabled", Boolean),
     Column("cc_ready", Boolean),
     Index(None, "cvm_id", "since_ms"),
+)
+
+# A time in which the same queries of a card failed: `kinds`, sorted, out of spans.ERROR_KINDS, separated by commas.
+gpu_error = Table(
+    "gpu_error",
+    metadata,
+    Column("error_id", _LONG_ID, primary_key=True),
+    Column("gpu_id", ForeignKey("gpu.gpu_id"), nullable=False),
+    Column("since_ms", BigInteger, nullable=False),
+    Column("until_ms", BigInteger, nullable=False),
+    Column("kinds", Text, nullable=False),
+    Column("detail", Text),
+    Index(None, "gpu_id", "since_ms"),
 )
 
 # Of each bucket of 5 minutes, and of each hour, what its samples of one card in one stay come to. `covered_ms` is the time that

