@@ -8,9 +8,19 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.exposition import choose_encoder
 
-from gpuwire.device import GAUGES, GpuDevice, GpuSnapshot
+from gpuwire.device import GAUGES, Gauge, GpuDevice, GpuSnapshot
 
 DEVICE_LABELS = ("index", "uuid", "pci_bus_id")
+
+# Names and what they say, for whoever has the values in another form than these families take.
+QUERY_ERRORS = ("dstack_gpu_query_errors", "Queries that failed in the last sample.")
+NVML_UP = ("dstack_gpu_nvml_up", "1 when NVML answered, or when there is no card to ask about.")
+CC_READY = ("dstack_gpu_cc_ready", "1 when the cards accept client work (CC handshake done).")
+CC_ENABLED = ("dstack_gpu_cc_enabled", "1 when confidential computing is on.")
+
+
+def name_of(gauge: Gauge) -> str:
+    return f"dstack_gpu_{gauge.metric}"
 
 
 def device_labels(device: GpuDevice) -> dict[str, str]:
@@ -22,20 +32,19 @@ def device_families(devices: Sequence[tuple[Mapping[str, str], GpuDevice]]) -> l
     """A family a field, a series a device that answered it; all label sets have the same names."""
     names = list(devices[0][0]) if devices else list(DEVICE_LABELS)
     families = [
-        _family(f"dstack_gpu_{g.metric}", g.help, names, [(labels, getattr(device, g.name)) for labels, device in devices])
-        for g in GAUGES
+        _family(name_of(g), g.help, names, [(labels, getattr(device, g.name)) for labels, device in devices]) for g in GAUGES
     ]
     errors = [(labels, len(device.errors)) for labels, device in devices]
-    return [*families, _family("dstack_gpu_query_errors", "Queries that failed in the last sample.", names, errors)]
+    return [*families, _family(*QUERY_ERRORS, names, errors)]
 
 
 def snapshot_families(labels: Mapping[str, str], snapshot: GpuSnapshot) -> list[Metric]:
     """What is known of a guest as a whole."""
     age_s = None if snapshot.sample_age_ms is None else snapshot.sample_age_ms / 1000
     readings = (
-        ("dstack_gpu_nvml_up", "1 when NVML answered, or when there is no card to ask about.", not snapshot.error),
-        ("dstack_gpu_cc_ready", "1 when the cards accept client work (CC handshake done).", snapshot.cc_ready),
-        ("dstack_gpu_cc_enabled", "1 when confidential computing is on.", snapshot.cc_enabled),
+        (*NVML_UP, not snapshot.error),
+        (*CC_READY, snapshot.cc_ready),
+        (*CC_ENABLED, snapshot.cc_enabled),
         ("dstack_gpu_sample_age_seconds", "Age of the sample shown.", age_s),
     )
     return [_family(name, text, list(labels), [(labels, value)]) for name, text, value in readings]
