@@ -6,32 +6,39 @@ import asyncio
 import resource
 import time
 from contextlib import AsyncExitStack
+from functools import partial
 from typing import Any
 
 from aiohttp import web
 
+from aggregator.api import Api
 from aggregator.calls import Slots
 from aggregator.errors import DatabaseAway
 from aggregator.fleet import Fleet
+from aggregator.fleet_metrics import FleetMetrics
 from aggregator.identity import Identity
+from aggregator.leases import HISTORY, Leases, this_process
+from aggregator.maintenance import Maintenance
 from aggregator.metrics import SelfMetrics
 from aggregator.page import render_fleet
 from aggregator.poller import Shared
 from aggregator.settings import Settings, spool_folder
 from aggregator.store import Store
 from aggregator.vmm_client import VmmConnections
-from aggregator.writer import Writer
+from aggregator.writer import Worker, Writer
 from gpuwire import service
-from gpuwire.access import Tokens, guard, server_tls
+from gpuwire.access import Tokens, server_tls
 from gpuwire.address import TcpAddress
 from gpuwire.errors import StartError
 
 OPEN_FILES = 65_536
+PACKED_AT_ONCE = 2**20
+PAGE_LIMIT_S = 10.0
 
 
 async def serve(settings: Settings, stop: asyncio.Event) -> None:
     tcp = isinstance(settings.listen, TcpAddress)
-    tokens = Tokens(settings.token_file) if settings.token_file and tcp else None
+    tokens = Tokens(settings.token_file, scopes=True) if settings.token_file and tcp else None
     tls = server_tls(*settings.tls) if settings.tls and tcp else None
     _allow_many_sockets()
     # A stretch of an earlier run goes on only where hardly a turn was missed: downtime lies in none.
@@ -42,19 +49,28 @@ async def serve(settings: Settings, stop: asyncio.Event) -> None:
         store.set_stale_after(settings.stale_after)
         identity = Identity(settings.interval)
         identity.remember(known_cards(store), _now_ms())
+        leases = Leases(store, identity, this_process())
+        leases.want(HISTORY)
+        # After the writer: a successor goes on from what is in the database.
+        stack.push_async_callback(leases.close)
+        maintenance = Maintenance(store, settings.retention, may_run=partial(leases.holds_now, HISTORY))
+        await asyncio.to_thread(maintenance.prepare)
         writer = Writer(store, spool_folder(settings.db, settings.spool))
         stack.push_async_callback(writer.close)
         await stack.enter_async_context(service.in_background(writer.run()))
-        metrics = SelfMetrics(writer)
-        app = web_app(store, writer, metrics, settings.notice)
-        if tokens:
-            guard(app, tokens)
+        metrics = SelfMetrics(writer, maintenance)
+        fleet_metrics = FleetMetrics(store, writer, settings.stale_after)
+        app = web_app(store, writer, metrics, fleet_metrics, settings.notice)
+        Api(store, tokens).mount(app)
         await stack.enter_async_context(service.http_server(app, settings.listen, tls=tls))
         connections = VmmConnections()
         stack.push_async_callback(connections.close)
         slots = Slots(settings.poll.concurrency, settings.poll.timeout)
         shared = Shared(settings.poll, connections, slots, identity, metrics)
-        await stack.enter_async_context(service.in_background(Fleet(shared, settings.interval, writer.add).run()))
+        await stack.enter_async_context(service.in_background(leases.run()))
+        stack.push_async_callback(asyncio.to_thread, maintenance.stop)
+        maintenance.start()
+        await stack.enter_async_context(service.in_background(Fleet(shared, leases, settings.interval, writer.add).run()))
         vmms = ",".join([*(vmm.name for vmm in settings.poll.vmms), *(["discovered"] if settings.poll.discover else [])])
         await service.serve_until(stop, f"listen={settings.listen} vmms={vmms} interval_s={settings.interval:g}")
 
@@ -67,18 +83,39 @@ def known_cards(store: Store) -> list[dict[str, Any]]:
         raise StartError(str(error)) from None
 
 
-def web_app(store: Store, writer: Writer, metrics: SelfMetrics, notice: str = "") -> web.Application:
+def web_app(
+    store: Store, writer: Writer, metrics: SelfMetrics, fleet_metrics: FleetMetrics, notice: str = ""
+) -> web.Application:
+    # One at a time, for all who ask meanwhile: a page of thousands of cards takes seconds.
+    thread = Worker("page")
+    rendering: list[asyncio.Future[str]] = []
+
+    def render() -> str:
+        cards, cvms, away = store.latest(), store.cvms(), dict(metrics.vmms_away)
+        return render_fleet(cards, cvms, now_ms=_now_ms(), notice=notice, database_error=writer.database_error, vmms_away=away)
+
     async def page(_request: web.Request) -> web.Response:
+        if not rendering or rendering[0].done():
+            rendering[:] = [thread.do(render)]
         try:
-            cards, cvms = await asyncio.to_thread(lambda: (store.latest(), store.cvms()))
-        except DatabaseAway as error:
-            return web.Response(status=503, text=f"{error}\n")
-        html = render_fleet(cards, cvms, now_ms=_now_ms(), notice=notice, database_error=writer.database_error)
+            async with asyncio.timeout(PAGE_LIMIT_S):
+                html = await asyncio.shield(rendering[0])
+        except (DatabaseAway, TimeoutError) as error:
+            reason = str(error) or f"{store.name} took longer than {PAGE_LIMIT_S:g} s"
+            return web.Response(status=503, text=f"{reason}\n")
         return web.Response(text=html, content_type="text/html")
 
+    async def close(_app: web.Application) -> None:
+        thread.stop()
+
     async def own_metrics(request: web.Request) -> web.Response:
-        body, content_type = metrics.page(request.headers.get("Accept", ""))
-        return web.Response(body=body, headers={"Content-Type": content_type})
+        fleet = await fleet_metrics.page()
+        own, content_type = metrics.page(request.headers.get("Accept", ""))
+        # Packed here up to that size: the threads for more may all wait for a database that hangs, and then the page is small.
+        response = web.Response(body=fleet + own, headers={"Content-Type": content_type}, zlib_executor_size=PACKED_AT_ONCE)
+        # A thirtieth of the size: the cards' labels are alike.
+        response.enable_compression()
+        return response
 
     async def readyz(_request: web.Request) -> web.Response:
         # The writer asks the database at least each 5 s, with nothing to write too.
@@ -88,7 +125,8 @@ def web_app(store: Store, writer: Writer, metrics: SelfMetrics, notice: str = ""
     async def healthz(_request: web.Request) -> web.Response:
         return web.Response(text="ok\n")
 
-    app = web.Application()
+    app = service.new_app()
+    app.on_cleanup.append(close)
     app.router.add_get("/", page)
     app.router.add_get("/metrics", own_metrics)
     app.router.add_get("/readyz", readyz)

@@ -10,17 +10,20 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
+from math import inf
 from operator import attrgetter, itemgetter
 from typing import Any, Generic
 
-from sqlalchemy import Column, Connection, Row, Table, and_, delete, exists, insert, literal, or_, select, tuple_, update
+from sqlalchemy import Column, Connection, Row, Table, and_, delete, exists, func, insert, literal, or_, select, tuple_, update
 
 from aggregator.bulk import SAMPLE_COLUMNS, bulk_of, keep_latest
+from aggregator.outcome import CONTESTED, OK
 from aggregator.rows import Cvm, Poll, Sample
-from aggregator.spans import S, Span, Stay, Stretch, Track
-from aggregator.tables import cvm, cvm_state, gpu, gpu_latest, gpu_sample, tenancy
+from aggregator.spans import MAX_FAILURE_DETAIL, Failure, S, Stay, Stretch, Track, kinds_of
+from aggregator.tables import cvm, cvm_state, gpu, gpu_error, gpu_latest, tenancy
 from gpuwire.device import GAUGES
 from gpuwire.placement import HostAddress
 
@@ -34,8 +37,14 @@ PLACE_ROW_MS = 60 * 60_000
 _UNSTORABLE = re.compile("[\0\ud800-\udfff]")
 
 
+CvmKey = tuple[str, str]
+PlaceKey = tuple[int, str]  # cvm_id and bdf
+SpanKey = tuple[str, int]  # table and owner
+
+
 @dataclass(slots=True)
 class KnownCvm:
+    key: CvmKey
     cvm_id: int
     names: tuple[str | None, ...]
     state_id: int | None = None
@@ -54,6 +63,10 @@ class KnownGpu:
     track: Track[Stay] = field(default_factory=Track)
     open: bool = False
     card: KnownGpu | None = None
+    # A sample that is later than this, and says what the last one said, is a new one of the current stay (see _note_next).
+    ordinary_after_ms: float = inf
+    said: tuple[Any, ...] = ()
+    place: PlaceKey | None = None
 
     def sits_at(self, cvm_id: int, bdf: str, host: HostAddress | None) -> bool:
         """False where the card that a place's row was joined to was seen elsewhere since."""
@@ -61,18 +74,13 @@ class KnownGpu:
         return self.card is None or (stay is not None and stay.goes_on(cvm_id, bdf, host))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Behind:
     """A span whose confirmation the database does not have yet; `since` is when the first such came (monotonic)."""
 
     span_id: int
     last_ms: int
     since: float
-
-
-CvmKey = tuple[str, str]
-PlaceKey = tuple[int, str]  # cvm_id and bdf
-SpanKey = tuple[str, int]  # table and owner
 
 
 @dataclass(slots=True)
@@ -84,8 +92,8 @@ class Memory:
     places: dict[PlaceKey, KnownGpu] = field(default_factory=dict)  # the newest row of each place
     tracks: dict[SpanKey, Track[Any]] = field(default_factory=dict)
     # These are true whatever becomes of a batch.
-    behind: dict[SpanKey, Behind] = field(default_factory=dict)
-    heard: set[int] = field(default_factory=set)  # CVMs that were polled in this run
+    behind: dict[SpanKey, Behind] = field(default_factory=dict)  # in the order of `since`
+    heard: set[CvmKey] = field(default_factory=set)  # CVMs that were polled in this run
 
     def forget(self) -> None:
         """What was learned in a transaction that is undone is not true."""
@@ -135,6 +143,12 @@ def _read_stretch(row: Row[Any]) -> Stretch:
     return Stretch(values[c.state_id], values[c.since_ms], until_ms, likeness, values[c.detail], kept_ms=until_ms)
 
 
+def _read_failure(row: Row[Any]) -> Failure:
+    values, c = row._mapping, gpu_error.c
+    kinds, until_ms = frozenset(values[c.kinds].split(",")), values[c.until_ms]
+    return Failure(values[c.error_id], values[c.since_ms], until_ms, kinds, values[c.detail], kept_ms=until_ms)
+
+
 _STAYS = _SpanTable(
     tenancy,
     tenancy.c.tenancy_id,
@@ -155,7 +169,17 @@ _STRETCHES = _SpanTable(
     lambda stretch: (stretch.last_ms, stretch.detail, *stretch.likeness),
     _read_stretch,
 )
-_ALL_SPANS: tuple[_SpanTable[Any], ...] = (_STRETCHES, _STAYS)
+_FAILURES = _SpanTable(
+    gpu_error,
+    gpu_error.c.error_id,
+    gpu_error.c.gpu_id,
+    gpu_error.c.since_ms,
+    gpu_error.c.until_ms,
+    ("error_id", "gpu_id", "since_ms", "until_ms", "detail", "kinds"),
+    lambda failure: (failure.last_ms, failure.detail, ",".join(sorted(failure.kinds))),
+    _read_failure,
+)
+_ALL_SPANS: tuple[_SpanTable[Any], ...] = (_STRETCHES, _STAYS, _FAILURES)
 
 
 class Batch:
@@ -174,9 +198,10 @@ class Batch:
         self._resume_ms = resume_ms
         self._ids: defaultdict[str, list[int]] = defaultdict(list)
         self._reserved: Counter[str] = Counter()
-        self._heard: set[int] = set()
-        self._noted: dict[int, tuple[_SpanTable[Any], int, Span]] = {}
+        self._heard: set[CvmKey] = set()
+        self._noted: dict[str, dict[int, tuple[int, Any]]] = {spans.table.name: {} for spans in _ALL_SPANS}
         self._followed: dict[SpanKey, Track[Any]] = {}
+        self._went_on: dict[int, KnownGpu] = {}
         self._caught_up: list[SpanKey] = []
         self._renamed: dict[int, KnownCvm] = {}
         self._models: dict[int, str | None] = {}
@@ -187,17 +212,17 @@ class Batch:
     def write(self, polls: Sequence[Poll]) -> int:
         """Returns how many samples are new."""
         self._bulk.begin()
-        self._meet_cvms(polls)
+        met = self._meet_cvms(polls)
         self._meet_cards(polls)
-        for poll in polls:
-            self._note_outcome(poll)
-            self._note_samples(poll)
+        for poll, known in zip(polls, met, strict=True):
+            self._note_outcome(poll, known)
+            self._note_samples(poll, known.cvm_id)
         self._catch_up()
         self._flush_spans(round(self._lag_s * 1000))
-        self._update(cvm, ("cvm_id", "vm_name", "app_id", "instance_id", "state_id"), self._cvm_rows())
+        self._update(cvm, ("cvm_id", "vm_name", "app_id", "instance_id", "guest_schema", "state_id"), self._cvm_rows())
         self._update(gpu, ("gpu_id", "model"), sorted(self._models.items()))
         stored = 0
-        if rows := [row for _, rows in sorted(self._samples.items()) for row in sorted(rows, key=itemgetter(_AT))]:
+        if rows := [row for _, rows in sorted(self._samples.items()) for row in _in_time(rows)]:
             stored = self._bulk.insert_samples(rows, [row for _, row in sorted(self._latest.items())])
         self._join()
         return stored
@@ -211,19 +236,20 @@ class Batch:
             span, behind = track.current, self._known.behind.get(key)
             if span is None or span.last_ms == span.kept_ms:
                 self._known.behind.pop(key, None)
+            elif behind is not None and behind.span_id == span.span_id:
+                behind.last_ms = span.last_ms
             else:
-                same = behind is not None and behind.span_id == span.span_id
-                since = behind.since if behind is not None and same else self._now_s
-                self._known.behind[key] = Behind(span.span_id, span.last_ms, since)
+                self._known.behind.pop(key, None)
+                self._known.behind[key] = Behind(span.span_id, span.last_ms, self._now_s)
 
     # Outcomes
 
-    def _note_outcome(self, poll: Poll) -> None:
-        known, at_ms = self._known.cvms[_cvm_key(poll.cvm)], poll.polled_at_ms
+    def _note_outcome(self, poll: Poll, known: KnownCvm) -> None:
+        at_ms = poll.polled_at_ms
         likeness = (poll.outcome, _text(poll.schema_status), poll.cc_enabled, poll.cc_ready)
         detail = _text(poll.detail)
-        heard = known.cvm_id in self._known.heard or known.cvm_id in self._heard
-        self._heard.add(known.cvm_id)
+        heard = known.key in self._known.heard or known.key in self._heard
+        self._heard.add(known.key)
 
         def goes_on(stretch: Stretch) -> bool:
             # The time in which no run of this program polled belongs to no stretch.
@@ -241,40 +267,88 @@ class Batch:
 
     # Samples
 
-    def _note_samples(self, poll: Poll) -> None:
-        cvm_id = self._known.cvms[_cvm_key(poll.cvm)].cvm_id
-        met: set[str | PlaceKey] = set()
-        # Those with uuid first: one that is named twice in a reply, with uuid and without, is one card.
-        for sample in sorted(poll.samples, key=lambda sample: not sample.device.uuid):
-            uuid, bdf = _text(sample.device.uuid), _bdf_text(sample)
-            place = None if bdf is None else (cvm_id, bdf)
-            key = uuid or place
-            # Neither uuid nor address: there is nothing to keep it under.
-            if key is None or key in met:
-                continue
-            met |= {name for name in (uuid, place) if name is not None}
-            if uuid is not None:
-                known = self._known.cards[uuid]
-                began_ms = None if place is None else self._meet_at_place(place, known, poll, sample)
-                self._note_sample(poll, sample, known, began_ms)
-            elif place is not None:
-                self._note_sample(poll, sample, self._row_of_place(place, poll, sample))
+    def _note_samples(self, poll: Poll, cvm_id: int) -> None:
+        cards, places = self._known.cards, self._known.places
+        named: dict[str, Sample] = {}
+        nameless = []
+        for sample in poll.samples:
+            uuid = sample.device.uuid
+            card = cards.get(uuid)
+            if (
+                card is not None
+                and sample.sampled_at_ms > card.ordinary_after_ms
+                and card.said == _said(cvm_id, sample)
+                and not (places and self._is_open(card.place))
+            ):
+                self._note_next(poll, sample, card)
+            elif not uuid:
+                nameless.append(sample)
+            elif uuid not in named:
+                self._note_named(poll, cvm_id, sample)
+            named.setdefault(uuid, sample)
+        if nameless:
+            self._note_nameless(poll, cvm_id, nameless, [sample for uuid, sample in named.items() if uuid])
 
-    def _note_sample(self, poll: Poll, sample: Sample, known: KnownGpu, began_ms: int | None = None) -> None:
+    def _note_next(self, poll: Poll, sample: Sample, card: KnownGpu) -> None:
+        """What nearly every sample is: the next one of a card that says again where it is. It comes to what _note_sample would
+        do, in a third of the time."""
+        at_ms, stay = sample.sampled_at_ms, card.track.current
+        assert stay is not None
+        until_ms = poll.polled_at_ms if poll.polled_at_ms > at_ms else at_ms
+        if until_ms > stay.last_ms:
+            stay.last_ms = card.track.reached_ms = until_ms
+        self._went_on[card.gpu_id] = card
+        row = (card.gpu_id, at_ms, stay.span_id, poll.polled_at_ms, *_measured(sample))
+        self._samples[card.gpu_id].append(row)
+        self._latest[card.gpu_id] = row
+        card.newest_ms = card.last_ms = at_ms
+        card.ordinary_after_ms = at_ms + SAME_SNAPSHOT_MS
+        if sample.device.errors:
+            self._note_failure(card.gpu_id, at_ms, sample.device.errors)
+
+    def _note_named(self, poll: Poll, cvm_id: int, sample: Sample) -> None:
+        uuid, bdf = _text(sample.device.uuid), _bdf_text(sample)
+        assert uuid is not None
+        known = self._known.cards[uuid]
+        began_ms = None if bdf is None else self._meet_at_place((cvm_id, bdf), known, poll, sample)
+        self._note_sample(poll, cvm_id, bdf, sample, known, began_ms)
+
+    def _note_nameless(self, poll: Poll, cvm_id: int, samples: Iterable[Sample], named: Iterable[Sample]) -> None:
+        """After those with uuid: one that is named twice in a reply, with uuid and without, is one card."""
+        met = {_bdf_text(sample) for sample in named}
+        for sample in samples:
+            bdf = _bdf_text(sample)
+            # Neither uuid nor address: there is nothing to keep it under.
+            if bdf is not None and bdf not in met:
+                met.add(bdf)
+                self._note_sample(poll, cvm_id, bdf, sample, self._row_of_place((cvm_id, bdf), poll, sample))
+
+    def _is_open(self, place: PlaceKey | None) -> bool:
+        row = None if place is None else self._known.places.get(place)
+        return row is not None and row.open
+
+    def _note_sample(
+        self, poll: Poll, cvm_id: int, bdf: str | None, sample: Sample, known: KnownGpu, began_ms: int | None = None
+    ) -> None:
         if sample.model and (model := _text(sample.model)) != known.model:
             known.model = self._models[known.gpu_id] = model
-        at_ms = sample.sampled_at_ms
-        measured = (sample.device.index, *_read_gauges(sample.device), len(sample.device.errors))
+        at_ms, measured = sample.sampled_at_ms, _measured(sample)
         stored_at_ms = self._stored_at(known, at_ms, measured)
-        stay = self._stay(poll, sample, known, at_ms if stored_at_ms is None else stored_at_ms, began_ms)
-        if stored_at_ms is not None:
-            return
-        row = (known.gpu_id, at_ms, stay.span_id, poll.polled_at_ms, *measured)
-        self._samples[known.gpu_id].append(row)
-        known.last_ms = at_ms
-        if known.newest_ms is None or at_ms > known.newest_ms:
-            known.newest_ms = at_ms
-            self._latest[known.gpu_id] = row
+        stay = self._stay(poll, cvm_id, bdf, sample, known, at_ms if stored_at_ms is None else stored_at_ms, began_ms)
+        if stored_at_ms is None:
+            row = (known.gpu_id, at_ms, stay.span_id, poll.polled_at_ms, *measured)
+            self._samples[known.gpu_id].append(row)
+            known.last_ms = at_ms
+            if known.newest_ms is None or at_ms > known.newest_ms:
+                known.newest_ms = at_ms
+                self._latest[known.gpu_id] = row
+            if sample.device.errors:
+                self._note_failure(known.gpu_id, at_ms, sample.device.errors)
+        known.said = _said(cvm_id, sample)
+        known.place = None if bdf is None else (cvm_id, bdf)
+        # Not while another stay of the card reaches further: what is later than that one may yet be within it.
+        is_furthest = known.newest_ms is not None and known.track.reached_ms == stay.last_ms
+        known.ordinary_after_ms = (known.newest_ms or 0) + SAME_SNAPSHOT_MS if is_furthest else inf
 
     def _stored_at(self, known: KnownGpu, at_ms: int, measured: _SampleRow) -> int | None:
         """The time under which this snapshot of the card is stored; None when it is new.
@@ -286,19 +360,23 @@ class Batch:
             return None
         if known.last_ms is not None and abs(at_ms - known.last_ms) <= SAME_SNAPSHOT_MS:
             return known.last_ms
-        c = gpu_sample.c
-        near = select(gpu_sample).where(
-            c.gpu_id == known.gpu_id, c.sampled_at_ms.between(at_ms - SAME_SNAPSHOT_MS, at_ms + SAME_SNAPSHOT_MS)
-        )
-        for row in (*self._samples.get(known.gpu_id, ()), *map(tuple, self._connection.execute(near))):
+        near = self._bulk.samples_between(known.gpu_id, at_ms - SAME_SNAPSHOT_MS, at_ms + SAME_SNAPSHOT_MS)
+        for row in (*self._samples.get(known.gpu_id, ()), *near):
             if abs(row[_AT] - at_ms) <= SAME_SNAPSHOT_MS and row[_MEASURED:] == measured:
                 return int(row[_AT])
         return None
 
-    def _stay(self, poll: Poll, sample: Sample, known: KnownGpu, at_ms: int, began_ms: int | None) -> Stay:
+    def _stay(
+        self,
+        poll: Poll,
+        cvm_id: int,
+        bdf: str | None,
+        sample: Sample,
+        known: KnownGpu,
+        at_ms: int,
+        began_ms: int | None,
+    ) -> Stay:
         """The stay that the sample belongs to, opened where it belongs to none, as of `began_ms` where that is known."""
-        cvm_id = self._known.cvms[_cvm_key(poll.cvm)].cvm_id
-        bdf, pci_bus_id = _bdf_text(sample), _text(sample.device.pci_bus_id)
 
         def goes_on(stay: Stay) -> bool:
             return stay.goes_on(cvm_id, bdf, sample.host)
@@ -307,7 +385,7 @@ class Batch:
         if stay is None:
             first_ms = at_ms if began_ms is None else min(at_ms, began_ms)
             stay = Stay(self._new_id(tenancy.c.tenancy_id), first_ms, at_ms, cvm_id, bdf, None, None, None)
-        stay.learn(pci_bus_id, sample.host)
+        stay.learn(_text(sample.device.pci_bus_id), sample.host)
         self._confirm(_STAYS, known.gpu_id, known.track, stay, max(at_ms, poll.polled_at_ms))
         return stay
 
@@ -341,13 +419,17 @@ class Batch:
         """The row that covers an instant before the last one began: a batch that is written again, or a clock set back."""
         self._flush_spans(0)
         covering = and_(gpu.c.cvm_id == place[0], gpu.c.bdf == place[1], _STAYS.first <= at_ms, _STAYS.last >= at_ms)
-        query = select(gpu, tenancy).join(tenancy, tenancy.c.gpu_id == gpu.c.gpu_id).where(covering)
-        row = self._connection.execute(query.order_by(gpu.c.gpu_id.desc()).limit(1)).first()
+        query = (
+            select(gpu, gpu_latest.c.sampled_at_ms, tenancy)
+            .join(tenancy, tenancy.c.gpu_id == gpu.c.gpu_id)
+            .outerjoin(gpu_latest, gpu_latest.c.gpu_id == gpu.c.gpu_id)
+        )
+        row = self._connection.execute(query.where(covering).order_by(gpu.c.gpu_id.desc()).limit(1)).first()
         if row is None:
             return None
-        known = KnownGpu(row._mapping[gpu.c.gpu_id], row._mapping[gpu.c.model])
+        known = KnownGpu(row._mapping[gpu.c.gpu_id], row._mapping[gpu.c.model], row._mapping[gpu_latest.c.sampled_at_ms])
         self._take_up(_STAYS, known.gpu_id, known.track, row)
-        known.newest_ms = known.track.reached_ms
+        known.newest_ms = known.newest_ms or known.track.reached_ms
         return known
 
     def _meet_at_place(self, place: PlaceKey, card: KnownGpu, poll: Poll, sample: Sample) -> int | None:
@@ -402,6 +484,23 @@ class Batch:
             self._connection.exec_driver_sql(moved)
             self._connection.execute(delete(gpu_latest).where(gpu_latest.c.gpu_id == row.gpu_id))
 
+    # Failing queries
+
+    def _note_failure(self, gpu_id: int, at_ms: int, errors: Sequence[str]) -> None:
+        kinds, detail = kinds_of(errors), _text("; ".join(errors)[:MAX_FAILURE_DETAIL])
+        track = self._known.tracks.get((gpu_error.name, gpu_id)) or self._load_failures(gpu_id)
+        failure = self._follow(_FAILURES, gpu_id, track, at_ms, lambda failure: failure.goes_on(at_ms, kinds))
+        if failure is None:
+            failure = Failure(self._new_id(gpu_error.c.error_id), at_ms, at_ms, kinds, detail)
+        failure.learn(at_ms, kinds, detail)
+        self._confirm(_FAILURES, gpu_id, track, failure, at_ms)
+
+    def _load_failures(self, gpu_id: int) -> Track[Failure]:
+        newest = select(gpu_error).where(gpu_error.c.gpu_id == gpu_id).order_by(gpu_error.c.since_ms.desc()).limit(1)
+        track: Track[Failure] = Track()
+        self._take_up(_FAILURES, gpu_id, track, self._connection.execute(newest).first())
+        return track
+
     # Spans
 
     def _follow(
@@ -435,7 +534,7 @@ class Batch:
         if track.current is not span:
             self._note_lagging(spans, owner_id, track, final=True)
         track.confirm(span, until_ms)
-        self._noted[id(span)] = (spans, owner_id, span)
+        self._noted[spans.table.name][id(span)] = (owner_id, span)
         self._followed[spans.table.name, owner_id] = track
 
     def _note_lagging(self, spans: _SpanTable[S], owner_id: int, track: Track[S], *, final: bool = False) -> None:
@@ -443,71 +542,112 @@ class Batch:
         span = track.current
         if span is not None and span.last_ms != span.kept_ms:
             span.changed |= final
-            self._noted[id(span)] = (spans, owner_id, span)
+            self._noted[spans.table.name][id(span)] = (owner_id, span)
             self._followed[spans.table.name, owner_id] = track
 
     def _catch_up(self) -> None:
         """Takes up what was confirmed some time ago and not since, so that no stored time lags for long."""
-        due = [(key, behind) for key, behind in self._known.behind.items() if self._now_s - behind.since >= self._lag_s]
+        late = takewhile(lambda item: self._now_s - item[1].since >= self._lag_s, self._known.behind.items())
+        due = list(late)
         forgotten: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)
         for key, behind in due:
             track = self._known.tracks.get(key)
             if track is not None and track.current is not None and track.current.span_id == behind.span_id:
                 track.current.changed = True
-                spans = _STAYS if key[0] == tenancy.name else _STRETCHES
-                self._noted[id(track.current)] = (spans, key[1], track.current)
+                self._noted[key[0]][id(track.current)] = (key[1], track.current)
                 self._followed[key] = track
             else:
                 forgotten[key[0]].append((behind.span_id, behind.last_ms))
                 self._caught_up.append(key)
         for spans in _ALL_SPANS:
-            self._update(spans.table, (spans.key.name, spans.last.name), sorted(forgotten[spans.table.name]))
+            confirmed = sorted(forgotten[spans.table.name])
+            self._update(spans.table, (spans.key.name, spans.last.name), confirmed, rising=spans.last.name)
 
     def _flush_spans(self, lag_ms: int) -> None:
+        for card in self._went_on.values():
+            self._noted[tenancy.name][id(card.track.current)] = (card.gpu_id, card.track.current)
+            self._followed[tenancy.name, card.gpu_id] = card.track
+        self._went_on.clear()
         for spans in _ALL_SPANS:
-            noted = [(owner, span) for of, owner, span in self._noted.values() if of is spans and span.is_due(lag_ms)]
+            noted = [(owner, span) for owner, span in self._noted[spans.table.name].values() if span.is_due(lag_ms)]
+            self._noted[spans.table.name].clear()
             noted.sort(key=lambda item: item[1].span_id)
             fresh = [(s.span_id, owner, s.first_ms, *spans.values(s)) for owner, s in noted if s.kept_ms is None]
             if fresh:
                 self._bulk.insert(spans.table, spans.columns, fresh)
-            going_on = [(s.span_id, *spans.values(s)) for _, s in noted if s.kept_ms is not None]
-            self._update(spans.table, (spans.columns[0], *spans.columns[3:]), going_on)
+            going_on = [s for _, s in noted if s.kept_ms is not None]
+            columns: tuple[str, ...] = (spans.key.name, spans.last.name)
+            values: list[tuple[Any, ...]] = [(s.span_id, s.last_ms) for s in going_on]
+            # All of them in one statement, for the order of locks; in the ordinary one no index is touched.
+            if any(s.changed for s in going_on):
+                columns = (spans.key.name, *spans.columns[3:])
+                values = [(s.span_id, *spans.values(s)) for s in going_on]
+            self._update(spans.table, columns, values, rising=spans.last.name)
             for _, span in noted:
                 span.kept_ms, span.changed = span.last_ms, False
-        self._noted.clear()
 
     # Meeting: every CVM and card of the batch becomes known before the first row is made
 
-    def _meet_cvms(self, polls: Sequence[Poll]) -> None:
-        wanted = {_cvm_key(poll.cvm): None for poll in polls if _cvm_key(poll.cvm) not in self._known.cvms}
-        self._load_cvms(wanted)
-        self._load_places([self._known.cvms[key].cvm_id for key in wanted if key in self._known.cvms])
+    def _meet_cvms(self, polls: Sequence[Poll]) -> list[KnownCvm]:
+        """The CVM of each poll."""
+        keys = [_cvm_key(poll.cvm) for poll in polls]
+        wanted = {key: None for key in keys if key not in self._known.cvms}
+        # SQLAlchemy needs longer to put a query together than an ordinary batch takes.
+        if wanted:
+            self._load_cvms(wanted)
+            self._load_places([self._known.cvms[key].cvm_id for key in wanted if key in self._known.cvms])
         if new := sorted(key for key in wanted if key not in self._known.cvms):
             self._bulk.insert_missing(cvm, ("vmm", "vm_id"), new)
             self._load_cvms(new)
             self._reserve(cvm_state.c.state_id, len(new))
-        for poll in polls:
-            known = self._known.cvms[_cvm_key(poll.cvm)]
-            reported = (_text(poll.cvm.vm_name), _text(poll.cvm.app_id), _text(poll.cvm.instance_id))
+        met = [self._known.cvms[key] for key in keys]
+        for poll, known in zip(polls, met, strict=True):
+            given = (poll.cvm.vm_name, poll.cvm.app_id, poll.cvm.instance_id, poll.guest_schema)
+            if known.names == given:
+                continue
+            reported = map(_text, given)
             names = tuple(new or old for new, old in zip(reported, known.names, strict=True))
             if names != known.names:
                 known.names = names
                 self._renamed[known.cvm_id] = known
+        return met
 
     def _load_cvms(self, keys: Iterable[CvmKey]) -> None:
         query = select(cvm, cvm_state).outerjoin(cvm_state, cvm_state.c.state_id == cvm.c.state_id)
         for some in _chunks(keys):
+            brought_cards: dict[int, Track[Stretch]] = {}
             for row in self._connection.execute(query.where(tuple_(cvm.c.vmm, cvm.c.vm_id).in_(some))):
                 values = row._mapping
-                names = (values[cvm.c.vm_name], values[cvm.c.app_id], values[cvm.c.instance_id])
-                known = KnownCvm(values[cvm.c.cvm_id], names, values[cvm.c.state_id])
+                names = tuple(values[column] for column in (cvm.c.vm_name, cvm.c.app_id, cvm.c.instance_id, cvm.c.guest_schema))
+                key = (values[cvm.c.vmm], values[cvm.c.vm_id])
+                known = self._known.cvms[key] = KnownCvm(key, values[cvm.c.cvm_id], names, values[cvm.c.state_id])
                 self._take_up(_STRETCHES, known.cvm_id, known.track, row if known.state_id is not None else None)
-                self._known.cvms[values[cvm.c.vmm], values[cvm.c.vm_id]] = known
+                if values[cvm_state.c.outcome] in (OK, CONTESTED):
+                    brought_cards[known.cvm_id] = known.track
+            self._confirm_by_cards(brought_cards)
+
+    def _confirm_by_cards(self, tracks: Mapping[int, Track[Stretch]]) -> None:
+        """What a killed program had not written yet of these CVMs' stretches is told by the cards that came with the polls: a
+        poll of another outcome would have begun a stretch at once."""
+        if not tracks:
+            return
+        query = (
+            select(tenancy.c.cvm_id, func.max(gpu_latest.c.polled_at_ms))
+            .join(gpu_latest, and_(gpu_latest.c.gpu_id == tenancy.c.gpu_id, gpu_latest.c.tenancy_id == tenancy.c.tenancy_id))
+            .where(tenancy.c.cvm_id.in_(list(tracks)))
+            .group_by(tenancy.c.cvm_id)
+        )
+        for cvm_id, polled_at_ms in self._connection.execute(query):
+            track = tracks[cvm_id]
+            if track.current is not None:
+                track.confirm(track.current, polled_at_ms)
 
     def _meet_cards(self, polls: Sequence[Poll]) -> None:
-        uuids = (_text(sample.device.uuid) for poll in polls for sample in poll.samples)
-        wanted = {uuid: None for uuid in uuids if uuid is not None and uuid not in self._known.cards}
-        self._load_cards(gpu.c.uuid, wanted)
+        cards = self._known.cards
+        unknown = {sample.device.uuid for poll in polls for sample in poll.samples if sample.device.uuid not in cards}
+        wanted = {uuid: None for raw in unknown if (uuid := _text(raw)) is not None and uuid not in cards}
+        if wanted:
+            self._load_cards(gpu.c.uuid, wanted)
         if new := sorted(uuid for uuid in wanted if uuid not in self._known.cards):
             self._reserve(gpu.c.gpu_id, len(new))
             ids = [self._new_id(gpu.c.gpu_id) for _ in new]
@@ -576,9 +716,9 @@ class Batch:
     def _cvm_rows(self) -> list[tuple[Any, ...]]:
         return [(cvm_id, *known.names, known.state_id) for cvm_id, known in sorted(self._renamed.items())]
 
-    def _update(self, table: Table, columns: Sequence[str], rows: list[tuple[Any, ...]]) -> None:
+    def _update(self, table: Table, columns: Sequence[str], rows: list[tuple[Any, ...]], rising: str = "") -> None:
         if rows:
-            self._bulk.update(table, columns, rows)
+            self._bulk.update(table, columns, rows, rising)
 
     def _new_id(self, key: Column[Any]) -> int:
         ids = self._ids[key.table.name]
@@ -599,6 +739,19 @@ def _cvm_key(of: Cvm) -> CvmKey:
     return _text(of.vmm) or "", _text(of.vm_id) or ""
 
 
+def _in_time(rows: list[_SampleRow]) -> list[_SampleRow]:
+    return rows if len(rows) == 1 else sorted(rows, key=itemgetter(_AT))
+
+
+def _said(cvm_id: int, sample: Sample) -> tuple[Any, ...]:
+    """All that a sample says of where its card is, and of what kind; its address is the parsed text."""
+    return cvm_id, sample.device.pci_bus_id, sample.host, sample.model
+
+
+def _measured(sample: Sample) -> _SampleRow:
+    return sample.device.index, *_read_gauges(sample.device), len(sample.device.errors)
+
+
 def _bdf_text(sample: Sample) -> str | None:
     return None if sample.bdf is None else str(sample.bdf)
 
@@ -606,6 +759,8 @@ def _bdf_text(sample: Sample) -> str | None:
 def _text(value: str) -> str | None:
     """As a database keeps it: NULL for nothing, and no character that one of them refuses: such a text from a guest would
     stop the whole batch, for ever."""
+    if value.isascii() and "\0" not in value:
+        return value or None
     return _UNSTORABLE.sub("\N{REPLACEMENT CHARACTER}", value) or None
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
@@ -19,20 +20,22 @@ PATIENCE = 0.1
 
 class Slots:
     """Bounds the calls that are at work over all VMMs. A call that has waited for a tenth of its time no longer counts: it
-    costs nothing but its socket, and a hundred hung guests would else take the places of all others."""
+    costs nothing but its socket, and a hundred hung guests would else take the places of all others. Where calls wait for their
+    place, the VMMs take turns: one whose guests all hang keeps no other one's waiting."""
 
     def __init__(self, concurrency: int, timeout_s: float) -> None:
-        self._free = asyncio.Semaphore(concurrency)
+        self._free = concurrency  # 0 while anyone waits
+        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}  # in the order of turns
         self._patience_s = timeout_s * PATIENCE
 
     @asynccontextmanager
-    async def taken(self) -> AsyncIterator[None]:
-        await self._free.acquire()
-        held = [self._free]
+    async def taken(self, vmm: str) -> AsyncIterator[None]:
+        await self._acquire(vmm)
+        held = [self._release]
 
         def give_back() -> None:
             while held:
-                held.pop().release()
+                held.pop()()
 
         patience = asyncio.get_running_loop().call_later(self._patience_s, give_back)
         try:
@@ -40,6 +43,31 @@ class Slots:
         finally:
             patience.cancel()
             give_back()
+
+    async def _acquire(self, vmm: str) -> None:
+        if self._free:
+            self._free -= 1
+            return
+        place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(vmm, deque()).append(place)
+        try:
+            await place
+        except asyncio.CancelledError:
+            if not place.cancelled():
+                self._release()  # it came in the same moment
+            raise
+
+    def _release(self) -> None:
+        while self._waiting:
+            vmm = next(iter(self._waiting))
+            places = self._waiting.pop(vmm)
+            place = places.popleft()
+            if places:
+                self._waiting[vmm] = places
+            if not place.done():
+                place.set_result(None)
+                return
+        self._free += 1
 
 
 class HostCall:
@@ -57,7 +85,7 @@ class HostCall:
     async def run(self, slots: Slots) -> None:
         failure: TelemetryError | None = None
         try:
-            async with slots.taken():
+            async with slots.taken(self._client.vmm.name):
                 self.started_s = time.perf_counter()
                 self.offered = await self._client.gpu_infos(list(self._answers), self._hear)
         except (DeadlineExceeded, Unreachable) as error:

@@ -11,9 +11,10 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from stat import S_ISREG
 from typing import Any
 
-from aggregator.settings import Vmm
+from aggregator.settings import Vmm, canonical
 from gpuwire.address import Address, TcpAddress, UrlAddress, parse_vmm_address
 from gpuwire.trust import clean_text
 
@@ -54,11 +55,10 @@ def read_registrations(folders: Iterable[Path], is_alive: Callable[[int], bool])
             continue
         for file in files:
             try:
-                with file.open("rb") as opened:
-                    registration = parse_registration(opened.read(MAX_FILE_BYTES))
+                registration = parse_registration(_read(file))
             except FileNotFoundError:
                 continue
-            except (OSError, ValueError) as error:
+            except (OSError, ValueError, RecursionError) as error:
                 problems.append(f"{file}: {error.strerror if isinstance(error, OSError) else error}")
                 continue
             if is_alive(registration.pid):
@@ -66,8 +66,23 @@ def read_registrations(folders: Iterable[Path], is_alive: Callable[[int], bool])
     return found, problems
 
 
+def _read(file: Path) -> bytes:
+    """Raises OSError, or ValueError for what is no file or too large: any user of the host may have put it there."""
+    # A pipe that nobody writes to would be waited for.
+    descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    try:
+        if not S_ISREG(os.fstat(descriptor).st_mode):
+            raise ValueError("not a regular file")
+        text = os.read(descriptor, MAX_FILE_BYTES + 1)
+    finally:
+        os.close(descriptor)
+    if len(text) > MAX_FILE_BYTES:
+        raise ValueError(f"larger than {MAX_FILE_BYTES} bytes")
+    return text
+
+
 def parse_registration(text: bytes) -> Registration:
-    """Raises ValueError naming the key that is wrong."""
+    """Raises ValueError naming the key that is wrong; RecursionError for brackets without end."""
     document = json.loads(text)
     if not isinstance(document, dict):
         raise ValueError("not a JSON object")  # noqa: TRY004
@@ -76,6 +91,8 @@ def parse_registration(text: bytes) -> Registration:
         raise ValueError(f"pid = {pid!r} is no process id")
     working_dir = _text(document, "working_dir", "/")
     address = _text(document, "address")
+    if not address.isprintable():
+        raise ValueError(f"address = {address!r} is not printable")
     kind, _, path = address.partition(":")
     if kind == "unix":
         address = f"unix:{os.path.normpath(os.path.join(working_dir, path))}"  # noqa: PTH118  # a text, not a file here
@@ -87,17 +104,17 @@ def name_vmms(registrations: Iterable[Registration], named: Iterable[Vmm]) -> li
 
     Its name is that of its node; where another VMM has that one, the address is put behind it.
     """
-    by_address = {vmm.address: vmm.name for vmm in named}
+    by_address = {canonical(vmm.address): vmm.name for vmm in named}
     taken = set(by_address.values())
     found = []
     for registration in registrations:
         address = registration.address
-        if address in by_address:
+        if canonical(address) in by_address:
             continue
         name = registration.node_name or str(address)
         if name in taken:
             name = f"{name}@{address}"
-        by_address[address] = name
+        by_address[canonical(address)] = name
         taken.add(name)
         found.append(Vmm(name, address))
     return found

@@ -28,7 +28,42 @@ class Unstorable(TelemetryError):
 
 
 class SpoolFull(TelemetryError):
-    """the spool takes no more, give its disk room or raise its bound"""
+    """the spool takes no polls, mend what keeps it from that"""
 
     word = "spool"
     status = 503
+
+
+class NotFound(TelemetryError):
+    """there is no such thing here"""
+
+    word = "not_found"
+    status = 404
+
+
+class Forbidden(TelemetryError):
+    """this token sees its apps only, ask with one that may read everything"""
+
+    word = "forbidden"
+    status = 403
+
+
+class WrongMethod(TelemetryError):
+    """this path is asked with another method"""
+
+    word = "wrong_method"
+    status = 405
+
+
+class Ambiguous(TelemetryError):
+    """this name is there more than once, say which"""
+
+    word = "ambiguous"
+    status = 409
+
+
+class QueryTooSlow(TelemetryError):
+    """this question takes too long to answer, ask for less"""
+
+    word = "too_slow"
+    status = 504

@@ -1,6 +1,6 @@
 """The aggregator's own /metrics: what it asks and how that goes, what it does not believe, what waits for the database.
 
-The fleet's cards are not on this page. Counts what it is told and asks the rest when it is scraped.
+The fleet's part of the page is in fleet_metrics.py. Counts what it is told and asks the rest when it is scraped.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import choose_encoder
 
+from aggregator.maintenance import Maintenance
 from aggregator.outcome import ANSWERED
 from aggregator.rows import Cvm
 from aggregator.targets import Target
@@ -25,17 +26,21 @@ CvmKey = tuple[str, str]
 
 
 class SelfMetrics:
-    """Without a `writer` nothing is said of the database."""
+    """Without a `writer` nothing is said of the database, without `maintenance` nothing of the history in it."""
 
-    def __init__(self, writer: Writer | None = None) -> None:
+    def __init__(self, writer: Writer | None = None, maintenance: Maintenance | None = None) -> None:
         self._writer = writer
+        self._maintenance = maintenance
         self._polls: Count[tuple[str, str]] = Count()
         self._skipped: Count[str] = Count()
         self._refused: Count[str] = Count()
         self._refused_by_cvm: dict[CvmKey, Count[str]] = {}
         self._contested: dict[CvmKey, int] = {}
         self._vms: dict[str, Mapping[str, Target]] = {}
+        self._leases: dict[str, bool] = {}
         self._up: dict[str, bool] = {}
+        self._unaskable: dict[str, int] = {}
+        self.vmms_away: dict[str, str] = {}  # by name, why
         self._last_success: dict[str, float] = {}
         self._registry = CollectorRegistry(auto_describe=False)
         self._poll_seconds = Histogram(
@@ -77,16 +82,26 @@ class SelfMetrics:
     def skipped(self, vmm: str, turns: int) -> None:
         self._skipped[vmm] += turns
 
-    def listed(self, vmm: str, vms: Mapping[str, Target] | None) -> None:
-        """None: its list could not be had."""
+    def listed(self, vmm: str, vms: Mapping[str, Target] | None, problem: str = "") -> None:
+        """None: its list could not be had, for this `problem`."""
         self._up[vmm] = vms is not None
-        if vms is not None:
+        if vms is None:
+            self.vmms_away[vmm] = problem
+        else:
+            self.vmms_away.pop(vmm, None)
             self._vms[vmm] = vms
             self._last_success[vmm] = time.time()
             self._forget(vmm, vms)
 
+    def unaskable(self, vmm: str, vms: int) -> None:
+        self._unaskable[vmm] = vms
+
+    def leased(self, vmm: str, held: bool) -> None:
+        """Whether we poll it, or another aggregator."""
+        self._leases[vmm] = held
+
     def gone(self, vmm: str) -> None:
-        for known in (self._up, self._vms, self._last_success, self._skipped):
+        for known in (self._leases, self._up, self.vmms_away, self._unaskable, self._vms, self._last_success, self._skipped):
             known.pop(vmm, None)
         for key in [key for key in self._polls if key[0] == vmm]:
             del self._polls[key]
@@ -110,11 +125,15 @@ class SelfMetrics:
             (((*cvm, kind), count) for cvm, kinds in self._refused_by_cvm.items() for kind, count in kinds.items()),
         )
         yield _gauge("contested_gpus", "Cards of a CVM that another one has.", ("vmm", "vm_id"), self._contested.items())
+        yield _gauge("vmm_lease", "1 for a VMM that is polled here, 0 for one that waits here.", ("vmm",), _one(self._leases))
         yield _gauge("vmm_up", "1 while the VMM's list of VMs can be had.", ("vmm",), _one(self._up))
         yield _gauge("vmm_vms", "VMs that run there.", ("vmm",), (((vmm,), len(vms)) for vmm, vms in self._vms.items()))
+        yield _gauge("vms_unaskable", "VMs that run there and have no id to ask them by.", ("vmm",), _one(self._unaskable))
         yield _gauge("vmm_last_success_timestamp_seconds", "When it answered last.", ("vmm",), _one(self._last_success))
         if self._writer is not None:
             yield from _of_the_writer(self._writer)
+        if self._maintenance is not None:
+            yield from _of_the_history(self._maintenance)
 
     def _forget(self, vmm: str, but: Mapping[str, Target]) -> None:
         """A VM's series end with it."""
@@ -137,10 +156,30 @@ def _of_the_writer(writer: Writer) -> Iterable[Metric]:
     if writer.last_write_s is not None:
         yield _plain_gauge("last_write_timestamp_seconds", "When the database took the last batch.", writer.last_write_s)
     yield _counter("rows_written", "Samples that the database took and did not have.", (), [((), writer.rows_written)])
+    text = "Samples that it had: a snapshot that was served again, or a batch that was written again."
+    yield _counter("samples_repeated", text, (), [((), writer.samples_repeated)])
     yield _counter("polls_written", "Polls that it took.", (), [((), writer.polls_written)])
     yield _counter("polls_set_aside", "Polls that it will never take, kept in the spool.", (), [((), writer.set_aside)])
     yield _counter("polls_dropped", "Polls lost, by where.", ("where",), _one(writer.dropped))
     yield _counter("database_errors", "Failures of the database, by kind.", ("kind",), _one(writer.database_errors))
+
+
+def _of_the_history(maintenance: Maintenance) -> Iterable[Metric]:
+    state, now_s = maintenance.state, time.time()
+    # A resolution that is not made yet has no lag, and one of which nothing was deleted is kept from its beginning.
+    done = {name: progress.done_to_ms / 1000 for name, progress in state.progress.items() if progress.done_to_ms}
+    kept = {name: progress.kept_from_ms / 1000 for name, progress in state.progress.items() if progress.kept_from_ms}
+    lag = {name: max(0.0, now_s - at_s) for name, at_s in done.items()}
+    yield _gauge("rollup_lag_seconds", "Time that is not rolled up yet, by resolution.", ("resolution",), _one(lag))
+    yield _gauge("rollup_due", "Buckets to be made again for late samples.", ("resolution",), _one(state.due))
+    text = "From when on samples or buckets are kept."
+    yield _gauge("kept_from_timestamp_seconds", text, ("resolution",), _one(kept))
+    if state.hot_rows is not None:
+        yield _plain_gauge("hot_rows", "Samples that lie as they came, on SQLite.", state.hot_rows)
+    yield _counter("history_failures", "Failures of looking after it, by kind.", ("kind",), _one(maintenance.failures))
+    if maintenance.last_success_s is not None:
+        text = "When something of it was done last."
+        yield _plain_gauge("history_last_success_timestamp_seconds", text, maintenance.last_success_s)
 
 
 def _one(values: Mapping[str, float]) -> _Series:

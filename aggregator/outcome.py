@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass
-
-from google.protobuf.message import DecodeError
+from dataclasses import dataclass, replace
 
 from gpuwire.codec import decode_snapshot
 from gpuwire.device import GpuSnapshot
 from gpuwire.errors import BadReply, DeadlineExceeded, NotRunning, SchemaMismatch, TelemetryError, Unreachable
 from gpuwire.http_client import HttpReply
-from gpuwire.pb.prpc_pb2 import PrpcError
+from gpuwire.prpc import error_text
 from gpuwire.schema import SCHEMA_HEADER, STATUS_HEADER, Policy, Unversioned, judge
 from gpuwire.trust import clean_text
 
@@ -29,6 +26,7 @@ DETAIL_CLIPPED = "detail_clipped"
 
 REFUSED = ("older", "newer", "drift", "unversioned")
 MAX_DETAIL = 512
+MAX_SCHEMA = 64
 MAX_AGE_MS = 30 * 86_400_000
 EARLIEST_MS = 1_577_836_800_000  # 2020-01-01: a sample before this project's time
 
@@ -36,16 +34,23 @@ EARLIEST_MS = 1_577_836_800_000  # 2020-01-01: a sample before this project's ti
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """`word` is one of the contract's outcome words; `snapshot` is set where the guest answered; `refused` are the kinds of
-    what was not believed of the reply as a whole."""
+    what was not believed of the reply as a whole; `guest_schema` is the version that the guest named, empty for none."""
 
     word: str
     detail: str = ""
     schema_status: str = ""
     snapshot: GpuSnapshot | None = None
     refused: tuple[str, ...] = ()
+    guest_schema: str = ""
 
 
 def classify_reply(reply: HttpReply, polled_at_ms: int, policy: Policy, unversioned: Unversioned) -> Outcome:
+    outcome = _classify(reply, polled_at_ms, policy, unversioned)
+    named = reply.headers.get(SCHEMA_HEADER.lower())
+    return replace(outcome, guest_schema=clean_text(named, MAX_SCHEMA)) if named else outcome
+
+
+def _classify(reply: HttpReply, polled_at_ms: int, policy: Policy, unversioned: Unversioned) -> Outcome:
     proxied_status = reply.headers.get(STATUS_HEADER.lower(), "")
     if reply.status != 200:
         return _classify_error(reply, proxied_status)
@@ -72,7 +77,7 @@ def classify_failure(error: TelemetryError) -> Outcome:
 
 
 def _classify_error(reply: HttpReply, schema_status: str) -> Outcome:
-    detail = _error_text(reply.body) or f"status {reply.status}"
+    detail = error_text(reply.body) or f"status {reply.status}"
     if reply.status == SchemaMismatch.status and (not schema_status or schema_status in REFUSED):
         word = SchemaMismatch.word
     elif schema_status:
@@ -84,18 +89,6 @@ def _classify_error(reply: HttpReply, schema_status: str) -> Outcome:
     else:
         word = Unreachable.word
     return _outcome(word, detail, schema_status)
-
-
-def _error_text(body: bytes) -> str:
-    """The message of a pRPC error in either form; empty where there is none."""
-    try:
-        return str(json.loads(body)["error"])
-    except (ValueError, KeyError, TypeError, RecursionError):
-        pass
-    try:
-        return PrpcError.FromString(body).message
-    except DecodeError:
-        return ""
 
 
 def _is_sane_age(age_ms: int | None, polled_at_ms: int) -> bool:

@@ -46,3 +46,5 @@ class Poll:
     cc_enabled: bool | None = None
     cc_ready: bool | None = None
     samples: tuple[Sample, ...] = ()
+    # Which version of the guest API the guest named; empty where it named none.
+    guest_schema: str = ""

@@ -64,8 +64,7 @@ def samples_of(
 
 def place(target: Target, reported: Collection[Bdf], known: Placing) -> tuple[Placing, int]:
     """What is known now, and how many addresses two sources disagree about; the surer one wins."""
-    restarted = None not in (known.uptime_s, target.uptime_s) and (target.uptime_s or 0) < (known.uptime_s or 0)
-    hosts = {} if restarted or known.slots != target.slots else dict(known.hosts)
+    hosts = {} if target.restarted_since(known.uptime_s) or known.slots != target.slots else dict(known.hosts)
     disputed = 0
     for bdf, host in map_host_addresses(target.attached, reported).items():
         before = hosts.get(bdf)

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from sqlalchemy import make_url
 
-from gpuwire.address import Address, parse_vmm_address
+from gpuwire.address import Address, TcpAddress, UnixAddress, UrlAddress, parse_vmm_address
 from gpuwire.schema import Policy, Unversioned
 
 DEFAULT_INTERVAL_S = 15.0
+# Samples of a card that are nearer to each other are one.
+MIN_INTERVAL_S = 1.0
+DAY_S = 86_400.0
+_LONGEST_S = 36_500 * DAY_S
+_UNIT_S = {"d": DAY_S, "h": 3600.0, "m": 60.0, "s": 1.0, "": 1.0}
 SPOOL = "gpu-aggregator-spool"
 
 
@@ -22,6 +28,18 @@ class Vmm:
     name: str
     address: Address
     token: str = field(default="", repr=False)
+
+
+def canonical(address: Address) -> Address:
+    """The same for every way to write one VMM's address."""
+    if isinstance(address, UnixAddress):
+        return UnixAddress(os.path.normpath(address.path))
+    if isinstance(address, TcpAddress):
+        address = UrlAddress("http", address.host, address.port, "")
+    if isinstance(address, UrlAddress):
+        host = address.host.lower()
+        return replace(address, host="127.0.0.1" if host == "localhost" else host)
+    return address
 
 
 def parse_vmm(text: str) -> Vmm:
@@ -44,12 +62,36 @@ def read_token(file: str) -> str:
     return token
 
 
+def parse_period(text: str) -> float:
+    """Seconds, from `7d`, `12h`, `90m`, `30s` or a number of seconds. Raises ValueError."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([dhms]?)", text.strip(), re.ASCII)
+    seconds = float(match[1]) * _UNIT_S[match[2]] if match else 0.0
+    if not 0 < seconds <= _LONGEST_S:
+        raise ValueError(f"{text!r} is not a time; allowed: such as 7d, 12h or 90m, at most 36500d")
+    return seconds
+
+
+def period(seconds: float) -> str:
+    """As parse_period takes it, in the largest unit that gives a whole number."""
+    unit = next((unit for unit in "dhm" if seconds % _UNIT_S[unit] == 0), "s")
+    return f"{seconds / _UNIT_S[unit]:g}{unit}"
+
+
 def spool_folder(db: str, given: Path | None) -> Path:
     """Where batches wait for a database that is away: `given`, or beside a SQLite file, or in the working directory."""
     if given is not None:
         return given
     url = make_url(db)
     return Path(f"{url.database}.spool") if url.get_backend_name() == "sqlite" else Path(SPOOL)
+
+
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """How long samples and buckets are kept, in seconds."""
+
+    raw: float = 7 * DAY_S
+    five_minutes: float = 90 * DAY_S
+    hour: float = 730 * DAY_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,3 +121,4 @@ class Settings:
     spool: Path | None
     token_file: Path | None
     tls: tuple[Path, Path] | None
+    retention: Retention = Retention()

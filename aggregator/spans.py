@@ -1,13 +1,14 @@
-"""What goes on and what is new: stays of a card in a place, stretches of equal outcome of a CVM. Pure; the store keeps them.
+"""What goes on and what is new: stays of a card in a place, stretches of equal outcome of a CVM, times in which queries of a card
+fail. Pure; the store keeps them.
 
-Both are spans: they begin at one instant and reach to the last that confirmed them. A span goes on while its like is reported
+All are spans: they begin at one instant and reach to the last that confirmed them. A span goes on while its like is reported
 and nothing else was reported since; an instant that a span of its like already covers belongs to that span, so that a batch
 that is written twice, a late row and a clock that steps back open nothing twice.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -78,6 +79,36 @@ class Stretch(Span):
 
     def learn(self, at_ms: int, detail: str | None) -> None:
         """The latest detail is the one that is kept."""
+        if at_ms >= self.last_ms and detail != self.detail:
+            self.detail, self.changed = detail, True
+
+
+# What a collector names in front of an error: a fixed set, so that a guest cannot make ever new ones.
+ERROR_KINDS = ("device", "uuid", "pci_bus_id", "utilization", "memory", "temperature", "power", "other")
+# What fails now and then fails on; what is new within that time is part of it. So a card has few rows, whatever its guest says.
+FLAPPING_MS = 15 * 60_000
+MAX_FAILURE_DETAIL = 512
+
+
+def kinds_of(errors: Iterable[str]) -> frozenset[str]:
+    """Which queries have failed, by these texts, `<query>: <why>`; one that is unknown is other."""
+    return frozenset(kind if (kind := error.partition(":")[0]) in ERROR_KINDS else "other" for error in errors)
+
+
+@dataclass(slots=True)
+class Failure(Span):
+    """A time in which the same queries of a card failed: one row of gpu_error."""
+
+    kinds: frozenset[str]
+    detail: str | None
+
+    def goes_on(self, at_ms: int, kinds: frozenset[str]) -> bool:
+        return at_ms - self.last_ms <= FLAPPING_MS and (self.kinds == kinds or at_ms - self.first_ms < FLAPPING_MS)
+
+    def learn(self, at_ms: int, kinds: frozenset[str], detail: str | None) -> None:
+        """The latest detail is the one that is kept."""
+        if not kinds <= self.kinds:
+            self.kinds, self.changed = self.kinds | kinds, True
         if at_ms >= self.last_ms and detail != self.detail:
             self.detail, self.changed = detail, True
 

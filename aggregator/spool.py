@@ -99,18 +99,17 @@ class Spool:
         self._read: tuple[int, BufferedReader, Names] | None = None
         self._next = 0
         try:
-            folder.mkdir(parents=True, exist_ok=True, mode=0o750)
-            self._lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o640)
+            self._lock = _take(folder)
+        except BlockingIOError:
+            raise StartError(f"spool {folder} is in use by another program; give each its own") from None
         except OSError as error:
             raise StartError(f"spool {folder}: {error.strerror}") from None
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._take_stock()
         except (OSError, ValueError) as error:
             os.close(self._lock)
-            if isinstance(error, BlockingIOError):
-                raise StartError(f"spool {folder} is in use by another program; give each its own") from None
-            raise StartError(f"spool {folder}: {error.strerror if isinstance(error, OSError) else error}") from None
+            reason = f"{error.filename or ''}: {error.strerror}" if isinstance(error, OSError) else error
+            raise StartError(f"spool {folder}: {reason}") from None
         self._earlier = Mark(max(self._sizes, default=0), 1 << 62)
         self._next = self._earlier.segment + 1
         self._done = Mark(min(self._sizes, default=self._next), 0)
@@ -132,16 +131,20 @@ class Spool:
     # In and out
 
     def append(self, polls: Sequence[Poll]) -> Mark:
-        """Keeps all of them, or raises SpoolFull and keeps none. Returns where they end."""
+        """Keeps all of them, or raises SpoolFull and keeps none. Returns where they end. None at all is a try."""
         lines = b"".join(map(_line, polls))
         if self.stock.size_bytes + len(lines) + len(_HEADER) > self._max_bytes:
             raise SpoolFull(f"{self.folder}: {self.stock.size_bytes} of {self._max_bytes} bytes are used")
         try:
+            self._find_folder()
             segment = self._grow(lines)
         except OSError as error:
             raise SpoolFull(f"{self.folder}: {error.strerror}") from error
         end = Mark(segment, self._sizes[segment])
-        self._waiting.append(_Waiting(end, len(polls), polls[0].polled_at_ms))
+        if polls:
+            self._waiting.append(_Waiting(end, len(polls), polls[0].polled_at_ms))
+        elif end.offset == len(_HEADER):
+            self._delete(segment)
         self.stock = self._count()
         return end
 
@@ -221,6 +224,16 @@ class Spool:
                 self._count().polls,
                 self._count().size_bytes,
             )
+
+    def _find_folder(self) -> None:
+        """Makes the folder again where somebody took it away; what was in it is missed when it is to be read."""
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(self._lock), (self.folder / "lock").stat()):
+                return
+        lock = _take(self.folder)
+        self._stop_writing()
+        os.close(self._lock)
+        self._lock = lock
 
     def _grow(self, lines: bytes) -> int:
         """Appends to the newest segment, a new one where that is large or the last append to it failed."""
@@ -304,6 +317,19 @@ class Spool:
 
     def _path(self, segment: int) -> Path:
         return self.folder / f"{segment:016d}.jsonl"
+
+
+def _take(folder: Path) -> int:
+    """Makes the folder where it is not there, and returns the descriptor of its lock. Raises OSError, BlockingIOError where
+    another program has it."""
+    folder.mkdir(parents=True, exist_ok=True, mode=0o750)
+    lock = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o640)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(lock)
+        raise
+    return lock
 
 
 def _parse_header(line: bytes, file: str) -> Names:

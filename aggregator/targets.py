@@ -32,6 +32,10 @@ class Target:
         """By the VMM's record; not knowing is not having none."""
         return self.attached_count == 0
 
+    def restarted_since(self, uptime_s: int | None) -> bool:
+        """Whether it was up for longer then; False where that is not known."""
+        return self.uptime_s is not None and uptime_s is not None and self.uptime_s < uptime_s
+
 
 def target_of(vmm: str, vm: VmInfo) -> Target:
     names = (clean_text(text, MAX_NAME) for text in (vm.name, vm.app_id, vm.instance_id))

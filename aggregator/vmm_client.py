@@ -53,7 +53,7 @@ class VmmClient:
     """One VMM. Errors of the way there are raised as TelemetryError; a reply is returned whatever its status."""
 
     def __init__(self, vmm: Vmm, connections: VmmConnections, timeout_s: float) -> None:
-        self._vmm = vmm
+        self.vmm = vmm
         self._connections = connections
         self._timeout_s = timeout_s
         self._headers = {"Authorization": f"Bearer {vmm.token}"} if vmm.token else {}
@@ -66,11 +66,11 @@ class VmmClient:
             nonlocal pages
             pages += 1
             if pages * PAGE_SIZE > MAX_VMS:
-                raise BadReply(f"{self._vmm.address}: lists more than {MAX_VMS} VMs, is this a VMM?")
+                raise BadReply(f"{self.vmm.address}: lists more than {MAX_VMS} VMs, is this a VMM?")
             reply = await self._call(self._connections.lists, STATUS_TARGET, request)
             return reply.status, reply.body
 
-        return await list_vms(ask, str(self._vmm.address))
+        return await list_vms(ask, str(self.vmm.address))
 
     async def models(self) -> dict[Bdf, str]:
         """The host's words for its cards, by host address; empty where it has none or no such call. Raises TelemetryError."""
@@ -99,7 +99,7 @@ class VmmClient:
         request = GuestsRequest(ids=vm_ids).SerializeToString()
         reply = await self._call(self._connections.guests, HOST_CALL_TARGET, request, consume=consume)
         if not reader.at_boundary():
-            raise BadReply(f"{self._vmm.address}: the last frame was cut short")
+            raise BadReply(f"{self.vmm.address}: the last frame was cut short")
         return reply.status == 200
 
     def _read_frame(self, frame: Frame) -> tuple[str, HttpReply | TelemetryError]:
@@ -108,7 +108,7 @@ class VmmClient:
         try:
             reply = GuestReply.FromString(frame.data)
         except DecodeError:
-            raise BadReply(f"{self._vmm.address}: a frame of {frame.size} bytes is no GuestReply, is this a VMM?") from None
+            raise BadReply(f"{self.vmm.address}: a frame of {frame.size} bytes is no GuestReply, is this a VMM?") from None
         if len(reply.body) > MAX_GUEST_REPLY:
             return reply.id, self._too_large()
         said = {SCHEMA_HEADER.lower(): reply.schema, STATUS_HEADER.lower(): reply.schema_status}
@@ -116,12 +116,12 @@ class VmmClient:
         return reply.id, HttpReply(reply.status, {name: value for name, value in said.items() if value}, body)
 
     def _too_large(self) -> TelemetryError:
-        return BadReply(f"{self._vmm.address}: the reply is larger than {MAX_GUEST_REPLY} bytes")
+        return BadReply(f"{self.vmm.address}: the reply is larger than {MAX_GUEST_REPLY} bytes")
 
     async def _call(
         self, client: HttpClient, target: str, body: bytes, *, deadline_s: float | None = None, consume: Consume | None = None
     ) -> HttpReply:
         limit_s = self._timeout_s if deadline_s is None else deadline_s
         return await client.exchange(
-            self._vmm.address, "POST", target, self._headers, body, deadline_s=limit_s, consume=consume
+            self.vmm.address, "POST", target, self._headers, body, deadline_s=limit_s, consume=consume
         )

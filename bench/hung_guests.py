@@ -26,6 +26,7 @@ from pathlib import Path
 from aggregator.calls import Slots
 from aggregator.fleet import Fleet
 from aggregator.identity import Identity
+from aggregator.leases import Leases, this_process
 from aggregator.metrics import SelfMetrics
 from aggregator.poller import Shared
 from aggregator.rows import Cvm
@@ -80,8 +81,11 @@ async def poll(sockets: list[Path], interval_s: float, seconds: float, folder: P
         await stack.enter_async_context(in_background(writer.run()))
         connections = VmmConnections()
         stack.push_async_callback(connections.close)
-        shared = Shared(settings, connections, Slots(64, TIMEOUT_S), Identity(interval_s), Latencies(into))
-        await stack.enter_async_context(in_background(Fleet(shared, interval_s, writer.add).run()))
+        identity = Identity(interval_s)
+        leases = Leases(store, identity, this_process())
+        await stack.enter_async_context(in_background(leases.run()))
+        shared = Shared(settings, connections, Slots(64, TIMEOUT_S), identity, Latencies(into))
+        await stack.enter_async_context(in_background(Fleet(shared, leases, interval_s, writer.add).run()))
         await asyncio.sleep(seconds)
     with closing(sqlite3.connect(database)) as connection:
         rows = connection.execute("""

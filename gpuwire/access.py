@@ -1,10 +1,11 @@
-"""Who may call over TCP: bearer tokens and TLS. On a Unix socket the file's mode and group decide."""
+"""Who may call over TCP, and what they see: bearer tokens and TLS. On a Unix socket the file's mode and group decide."""
 
 from __future__ import annotations
 
 import hmac
 import ssl
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from aiohttp import web
@@ -13,27 +14,66 @@ from gpuwire.errors import StartError, Unauthorized
 from gpuwire.service import error_response
 
 OPEN_PATHS = ("/healthz",)
+READ = "read"
+READ_APP = "read:app="
+
+
+@dataclass(frozen=True, slots=True)
+class Scope:
+    """What a caller may see: what belongs to these apps, or everything (None)."""
+
+    apps: frozenset[str] | None = None
+
+
+EVERYTHING = Scope()
 
 
 class Tokens:
-    """The tokens that may call: one a line in a file, `#` starts a comment line."""
+    """The tokens that may call: one a line in a file, `#` starts a comment line.
 
-    def __init__(self, path: Path) -> None:
-        """Raises StartError."""
+    Where the service knows `scopes`, a line may go on with what its token may see: `read`, which is everything and what a
+    token without scope has, or `read:app=<app_id>`, once or more.
+    """
+
+    def __init__(self, path: Path, *, scopes: bool = False) -> None:
+        """Raises StartError, which shows nothing of a line: any word of it may be part of a token."""
         try:
-            lines = [line.strip() for line in path.read_text().splitlines()]
+            lines = path.read_text().splitlines()
         except (OSError, UnicodeDecodeError) as error:
             raise StartError(f"token file {path}: {error}") from None
-        self._tokens = [line.encode() for line in lines if line and not line.startswith("#")]
-        if not self._tokens:
+        self._scopes: dict[bytes, Scope] = {}
+        for number, line in enumerate(lines, 1):
+            if not line.strip() or line.strip().startswith("#"):
+                continue
+            token, *words = line.split()
+            try:
+                scope = _parse_scope(words, scopes)
+                if self._scopes.setdefault(token.encode(), scope) != scope:
+                    raise ValueError("this token stands in an earlier line with another scope")
+            except ValueError as error:
+                raise StartError(f"token file {path}: line {number}: {error}") from None
+        if not self._scopes:
             raise StartError(f"token file {path}: no token in it, expected one a line")
 
-    def authorize(self, headers: Mapping[str, str]) -> None:
-        """Raises Unauthorized. Each token is compared in a time that tells nothing about it."""
+    def authorize(self, headers: Mapping[str, str]) -> Scope:
+        """What the caller may see. Raises Unauthorized. Each token is compared in a time that tells nothing about it."""
         scheme, _, given = (headers.get("authorization") or headers.get("Authorization") or "").partition(" ")
-        known = [hmac.compare_digest(given.strip().encode(errors="surrogateescape"), token) for token in self._tokens]
-        if scheme.lower() != "bearer" or not any(known):
+        candidate = given.strip().encode(errors="surrogateescape")
+        found = [scope for token, scope in self._scopes.items() if hmac.compare_digest(candidate, token)]
+        if scheme.lower() != "bearer" or not found:
             raise Unauthorized("no token" if not given else "an unknown token", headers={"WWW-Authenticate": "Bearer"})
+        return found[0]
+
+
+def _parse_scope(words: Sequence[str], known: bool) -> Scope:
+    if words and not known:
+        raise ValueError("more than one word; expected a token alone: this service has no scopes, the aggregator has")
+    apps = frozenset(word.removeprefix(READ_APP) for word in words if word.startswith(READ_APP))
+    if any(word != READ and not word.startswith(READ_APP) for word in words) or "" in apps:
+        raise ValueError(f"an unknown scope behind the token; allowed: {READ}, {READ_APP}<app_id>")
+    if apps and READ in words:
+        raise ValueError(f"{READ} is everything: give either it or {READ_APP}<app_id>")
+    return Scope(apps) if apps else EVERYTHING
 
 
 def guard(app: web.Application, tokens: Tokens) -> None:

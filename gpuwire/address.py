@@ -15,6 +15,7 @@ UNIX_PATH_MAX = 107  # sun_path holds 108 bytes with its final NUL
 _HOST_NAME = re.compile(r"[A-Za-z0-9_-]{1,63}(?:\.[A-Za-z0-9_-]{1,63})*\.?")
 
 GRAMMAR = "unix:/path, vsock:CID:PORT, hybrid:/path:PORT, tcp:HOST:PORT, HOST:PORT or [IPv6]:PORT"
+VMM_GRAMMAR = "unix:/path, http://HOST[:PORT][/PREFIX], https://HOST[:PORT][/PREFIX], HOST:PORT or [IPv6]:PORT"
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +87,8 @@ def parse_address(text: str) -> Address:
             return HybridAddress(_path(path, text), port)
         case "http" | "https":
             return _url(text)
+    if rest.startswith("//"):
+        raise _NoAddress(text)
     host, port = _split_port(rest if scheme == "tcp" else text, text)
     return TcpAddress(_host(host, text), port)
 
@@ -96,10 +99,20 @@ def parse_vmm_address(text: str) -> tuple[Address, str]:
     key, _, file = option.partition("=")
     if hash_mark and (key != "token-file" or not file):
         raise ValueError(f"{text!r}: after # only token-file=FILE is known")
-    parsed = parse_address(address)
+    try:
+        parsed = parse_address(address)
+    except _NoAddress:
+        raise ValueError(f"{address!r} is not an address; expected {VMM_GRAMMAR}") from None
     if isinstance(parsed, VsockAddress | HybridAddress):
         raise ValueError(f"{text!r}: a VMM is reached by unix:, tcp:, http: or https:")  # noqa: TRY004
     return parsed, file
+
+
+class _NoAddress(ValueError):
+    """Of no form that is known here."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(f"{text!r} is not an address; expected {GRAMMAR}")
 
 
 def _path(path: str, text: str) -> str:
@@ -115,7 +128,7 @@ def _path(path: str, text: str) -> str:
 def _split_port(rest: str, text: str, upper: int = TCP_PORT_MAX) -> tuple[str, int]:
     before, colon, port = rest.rpartition(":")
     if not colon or not before:
-        raise ValueError(f"{text!r} is not an address; expected {GRAMMAR}")
+        raise _NoAddress(text)
     return before, _number(port, upper, "port", text)
 
 
@@ -133,7 +146,7 @@ def _host(host: str, text: str) -> str:
     except ValueError as error:
         raise ValueError(f"{text!r}: {error}") from None
     if not _HOST_NAME.fullmatch(host):
-        raise ValueError(f"{text!r} is not an address; expected {GRAMMAR}")
+        raise _NoAddress(text)
     return host
 
 

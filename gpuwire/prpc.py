@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from json import dumps
+from json import dumps, loads
 from typing import TypeVar
 
 from google.protobuf.empty_pb2 import Empty
@@ -70,6 +70,18 @@ def answer(call: Call, message: Message) -> Reply:
     """A google.protobuf.Empty is an empty body in both forms."""
     as_json = call.json and not isinstance(message, Empty)
     return Reply(200, to_json(message) if as_json else message.SerializeToString(), call.content_type)
+
+
+def error_text(body: bytes) -> str:
+    """The message of an error reply in either form; empty where there is none."""
+    try:
+        return str(loads(body)["error"])
+    except (ValueError, KeyError, TypeError, RecursionError):
+        pass
+    try:
+        return PrpcError.FromString(body).message
+    except DecodeError:
+        return ""
 
 
 def refuse(json: bool, status: int, message: str, headers: Mapping[str, str] | None = None) -> Reply:

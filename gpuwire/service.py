@@ -201,10 +201,22 @@ def run_cli(cli: click.Group) -> None:
         sys.exit(2)
     except (click.ClickException, StartError) as error:
         text = error.format_message() if isinstance(error, click.ClickException) else str(error)
+        if isinstance(error, click.BadParameter) and (variable := _variable_of(error)):
+            text = f"{variable}: {text}"
         click.echo("error: " + " ".join(text.split()), err=True)
         sys.exit(2)
     except click.Abort:
         sys.exit(130)
+
+
+def _variable_of(error: click.BadParameter) -> str:
+    """The environment variable that the wrong value came from; empty where it came from elsewhere."""
+    ctx, param = error.ctx, error.param
+    if ctx is None or param is None or not param.name or not ctx.auto_envvar_prefix:
+        return ""
+    if ctx.get_parameter_source(param.name) is not click.core.ParameterSource.ENVIRONMENT:
+        return ""
+    return f"{ctx.auto_envvar_prefix}_{param.name.upper()}"
 
 
 # Logging
@@ -239,7 +251,7 @@ def configure_logging(level: str) -> None:
 
 
 def run(service: Callable[[asyncio.Event], Coroutine[Any, Any, T]]) -> T:
-    """What `service` returns. SIGINT and SIGTERM set the event that it is given, a second one ends it at once."""
+    """What `service` returns. SIGINT, SIGTERM and SIGHUP set the event that it is given, a second one ends it at once."""
     try:
         return asyncio.run(_with_signals(service))
     except asyncio.CancelledError:
@@ -257,8 +269,10 @@ async def _with_signals(service: Callable[[asyncio.Event], Coroutine[Any, Any, T
             task.cancel()
         stop.set()
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, on_signal)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        # nohup has it ignored, and means it.
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+            loop.add_signal_handler(number, on_signal)
     return await service(stop)
 
 

@@ -66,6 +66,7 @@ def source_options(function: F) -> F:
         click.option(
             "--upstream",
             type=UpstreamParam(),
+            metavar=UpstreamParam.name,
             help="dstack VMM: its VMs are known, its /prpc calls passed on, VMs without a known CID reached through it.",
         ),
         click.option("--qemu", is_flag=True, help="Find VMs among the running QEMU processes, in /proc."),

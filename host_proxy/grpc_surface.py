@@ -38,7 +38,7 @@ SERVICE: str = GUEST_API.services_by_name["ProxiedGuestApi"].full_name
 MAX_DETAILS_BYTES = 2000
 
 Relay = Callable[[Call], Awaitable[Reply]]
-Authorize = Callable[[Mapping[str, str]], None]
+Authorize = Callable[[Mapping[str, str]], object]
 
 # By the HTTP status of a TelemetryError, so that both surfaces agree on a class that is new.
 _CODES = {

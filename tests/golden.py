@@ -63,6 +63,8 @@ def settings(command: click.Command) -> Iterator[str]:
     yield "| flag | environment | default | |"
     yield "| --- | --- | --- | --- |"
     for parameter in command.params:
+        if isinstance(parameter, click.Argument):
+            continue
         assert isinstance(parameter, click.Option)
         flag = parameter.opts[0]
         metavar = "" if parameter.is_flag else f" {parameter.make_metavar(click.Context(command))}"

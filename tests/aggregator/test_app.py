@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, closing
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import pytest
@@ -29,8 +30,11 @@ class Client:
         self._session = session
 
     async def get(self, target: str, **headers: str) -> tuple[int, str]:
-        async with self._session.get(f"http://127.0.0.1:{self._port}{target}", headers=headers) as reply:
+        async with self.ask(target, **headers) as reply:
             return reply.status, await reply.text()
+
+    def ask(self, target: str, **headers: str) -> Any:
+        return self._session.get(f"http://127.0.0.1:{self._port}{target}", headers=headers)
 
     async def until(self, target: str, status: int, text: str, limit_s: float = 15) -> str:
         async with asyncio.timeout(limit_s):
@@ -87,6 +91,8 @@ async def test_it_says_how_it_does(short_dir: Path) -> None:
     async with fleet.serving(short_dir / "vmm.sock"), aggregator(short_dir) as client:
         assert await client.get("/healthz") == (200, "ok\n")
         assert await client.get("/readyz") == (200, "ready\n")
+        async with client.ask("/healthz") as reply:
+            assert reply.headers["Server"] == "gpu-telemetry"
         await client.until("/metrics", 200, 'gpu_aggregator_polls_total{outcome="ok",vmm="host-1"} 3.0')
         page = await client.until("/metrics", 200, "gpu_aggregator_last_write_timestamp_seconds")
         openmetrics = await client.get("/metrics", Accept="application/openmetrics-text")
@@ -152,6 +158,21 @@ async def test_what_the_database_knew_goes_on_after_a_restart(short_dir: Path) -
         async with aggregator(short_dir, interval=1.0) as client:
             await client.until("/metrics", 200, 'gpu_aggregator_contested_gpus{vm_id="liar",vmm="host-1"} 1.0')
     assert {vm_id for uuid, vm_id, _ in stored(short_dir) if uuid == "GPU-1"} == {"owner"}
+
+
+async def test_after_a_restart_while_a_vmm_is_away_its_cvms_are_not_said_to_be_well(short_dir: Path) -> None:
+    async with aggregator(short_dir) as client:
+        await client.until("/", 200, "VMM host-1 cannot be reached.")
+    fleet = FakeVmm([Guest(running_vm("vm-1"), lambda: body_of(CARD))])
+    async with fleet.serving(short_dir / "vmm.sock"), aggregator(short_dir) as client:
+        await client.until("/metrics", 200, "gpu_aggregator_rows_written_total 1.0")
+        assert "cannot be reached" not in (await client.get("/"))[1]
+    async with aggregator(short_dir) as client:
+        page = await client.until("/", 200, '<td class="not-ok">vmm_unreachable</td>')
+        assert "name of vm-1" in page
+        assert "app of vm-1" in page
+        assert f"unix:{short_dir}/vmm.sock: Connection refused" in page
+        assert '<td class="ok">' not in page
 
 
 @pytest.mark.parametrize("listed", [True, False])

@@ -27,6 +27,9 @@ ANY_VMM = ["--vmm", "unix:/run/nobody.sock"]
         ([], "Missing option '--vmm'"),
         (["--vmm", "nonsense"], "'nonsense' is not an address"),
         (["--vmm", "a=h:1", "--vmm", "a=h:2"], "the name 'a' is used twice"),
+        (["--vmm", "a=localhost:1", "--vmm", "b=http://127.0.0.1:1/"], "a and b are one VMM, http://127.0.0.1:1: name it once"),
+        (["--vmm", "unix:/run/a/../v.sock", "--vmm", "b=unix:/run/v.sock"], "are one VMM, unix:/run/v.sock: name it once"),
+        (["--vmm", "ftp://foo"], "'ftp://foo' is not an address; expected unix:/path, http://HOST[:PORT][/PREFIX], https://"),
         (
             [*ANY_VMM, "--db", "mysql://x:secret@h/y"],
             "database URL 'mysql://x:***@h/y' names no database we know; allowed: sqlite",
@@ -35,6 +38,7 @@ ANY_VMM = ["--vmm", "unix:/run/nobody.sock"]
         ([*ANY_VMM, "--db", "sqlite:////no/such/folder/h.db"], "/no/such/folder/h.db: unable to open database file"),
         ([*ANY_VMM, "--db", "postgresql://u:secret@127.0.0.1:1/d"], "postgresql://u:***@127.0.0.1:1/d"),
         ([*ANY_VMM, "--interval", "-1"], "'-1' is not a number of seconds above 0"),
+        ([*ANY_VMM, "--interval", "0.9"], "--interval 0.9 is too short: at least 1, samples of a card that are nearer are taken"),
         ([*ANY_VMM, "--interval", "60", "--stale-after", "69"], "at least the interval + 10 s = 70"),
         ([*ANY_VMM, "--listen", "0.0.0.0:8080"], "0.0.0.0:8080 can be reached from elsewhere: give --token-file"),
         ([*ANY_VMM, "--token-file", "/no/such/file"], "'/no/such/file' does not exist"),
@@ -45,6 +49,12 @@ ANY_VMM = ["--vmm", "unix:/run/nobody.sock"]
         (["--vmm", f"a=http://h:1#token-file={__file__}"], "expected one token of printable ASCII"),
         (["--vmm", "vsock:3:9080"], "a VMM is reached by unix:, tcp:, http: or https:"),
         ([*ANY_VMM, "--concurrency", "0"], "0 is not in the range x>=1"),
+        ([*ANY_VMM, "--retention-raw", "7w"], "'7w' is not a time; allowed: such as 7d, 12h or 90m"),
+        ([*ANY_VMM, "--retention-5m", "0d"], "'0d' is not a time; allowed"),
+        ([*ANY_VMM, "--retention-raw", "59m"], "--retention-raw 59m is too short: at least 1h"),
+        ([*ANY_VMM, "--retention-5m", "23h"], "--retention-5m 23h is too short: at least 1d"),
+        ([*ANY_VMM, "--retention-raw", "91d"], "--retention-5m 90d is shorter than --retention-raw 91d: at least as long"),
+        ([*ANY_VMM, "--retention-1h", "36h"], "--retention-1h 36h is shorter than --retention-5m 90d: at least as long"),
     ],
 )
 def test_a_wrong_setting_is_one_line_and_exit_2(tmp_path: Path, arguments: list[str], error: str) -> None:
@@ -98,6 +108,32 @@ async def test_poll_exits_1_when_one_did_not_answer_and_names_a_vmm_that_is_away
     assert list(report["vmms_unreachable"]) == ["away"]
 
 
+async def test_poll_names_what_it_cannot_ask_and_exits_1(short_dir: Path) -> None:
+    vmm = ["--db", f"sqlite:///{short_dir}/h.db", "--vmm", f"host-1=unix:{short_dir}/vmm.sock"]
+    async with FakeVmm([Guest(running_vm("")), Guest(running_vm("vm-2"))]).serving(short_dir / "vmm.sock"):
+        status, out, _ = await run_poll(*vmm)
+        _, as_json, _ = await run_poll(*vmm, "--json")
+
+    assert status == 1
+    assert re.split(r"\s{2,}", out.splitlines()[-1]) == ["host-1", "-", "name of", "unaskable", "-", "its id is empty"]
+    assert json.loads(as_json)["vms_unaskable"] == [
+        {"vmm": "host-1", "vm_id": "", "vm_name": "name of ", "problem": "its id is empty"}
+    ]
+
+
+async def test_poll_marks_what_it_knows_of_a_vmm_that_is_away(short_dir: Path, database_url: str) -> None:
+    arguments = ["--db", database_url, "--vmm", f"host-1=unix:{short_dir}/vmm.sock", "--json"]
+    async with FakeVmm([Guest(running_vm("vm-1"))]).serving(short_dir / "vmm.sock"):
+        await run_poll(*arguments)
+    status, out, _ = await run_poll(*arguments)
+    (cvm,) = json.loads(out)["cvms"]
+    assert (status, cvm["vm_id"], cvm["outcome"], cvm["app_id"]) == (1, "vm-1", "vmm_unreachable", "app of vm-1")
+    async with FakeVmm().serving(short_dir / "vmm.sock"):
+        status, out, _ = await run_poll(*arguments)
+        assert (status, [cvm["outcome"] for cvm in json.loads(out)["cvms"]]) == (0, ["not_running"])
+        assert json.loads((await run_poll(*arguments))[1])["cvms"] == []
+
+
 async def test_vms_that_are_not_running_do_not_count(short_dir: Path) -> None:
     stopped = running_vm("vm-2")
     stopped.status = "stopped"
@@ -105,6 +141,11 @@ async def test_vms_that_are_not_running_do_not_count(short_dir: Path) -> None:
         status, out, _ = await run_poll("--db", f"sqlite:///{short_dir}/h.db", "--vmm", f"unix:{short_dir}/vmm.sock")
 
     assert (status, len(out.splitlines())) == (0, 2)
+
+
+@pytest.mark.parametrize("name", ["gpu-aggregator", "gpu-host-proxy"])
+def test_help_shows_a_vmms_address_as_it_is_typed(name: str) -> None:
+    assert "ADDR[#token-file=FILE]" in run_program(name, "serve", "--help").stdout
 
 
 def test_db_upgrade_fills_an_empty_database_and_leaves_a_current_one(database_url: str) -> None:

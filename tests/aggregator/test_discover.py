@@ -18,7 +18,7 @@ from aggregator.discover import (
 )
 from aggregator.fleet import Registered
 from aggregator.settings import Vmm
-from gpuwire.address import TcpAddress, UnixAddress
+from gpuwire.address import TcpAddress, UnixAddress, UrlAddress
 
 # As dstack's VmmInstanceInfo is written, by hand.
 WHOLE = {
@@ -67,6 +67,7 @@ def test_a_registration_is_read(address: str, parsed: object) -> None:
         (registration(pid=0), "pid = 0"),
         (registration(pid=True), "pid = True"),
         (registration(address=9080), "address = 9080 is not a text"),
+        (registration(address="unix:/\udc80"), "is not printable"),
         (registration(address="nonsense"), "'nonsense' is not an address"),
         (registration(address="vsock:3:9080"), "a VMM is reached by"),
         (registration(working_dir="relative"), "the socket path must be absolute"),
@@ -93,14 +94,29 @@ def test_dead_ones_are_skipped_and_a_broken_file_is_named_and_costs_no_other(tmp
     (tmp_path / "c.json").write_bytes(b"{")
     (tmp_path / "d.json").mkdir()
     (tmp_path / "e.json").symlink_to("gone")
+    (tmp_path / "f.json").write_text("[" * 60_000)
+    os.mkfifo(tmp_path / "g.json")
+    (tmp_path / "h.json").symlink_to("/dev/zero")
+    (tmp_path / "i.json").write_bytes(registration(version="x" * 70_000))
+    (tmp_path / "j.json").symlink_to("a.json")
     (tmp_path / "notes.txt").write_bytes(b"{")
 
     found, problems = read_registrations([tmp_path, tmp_path / "missing"], lambda pid: pid == 1)
 
-    assert [r.node_name for r in found] == ["alive"]
-    assert len(problems) == 2
-    assert problems[0].startswith(f"{tmp_path}/c.json: Expecting property name")
-    assert problems[1] == f"{tmp_path}/d.json: Is a directory"
+    assert [r.node_name for r in found] == ["alive", "alive"], "a link to a registration is one"
+    for problem, (name, reason) in zip(
+        problems,
+        [
+            ("c.json", "Expecting property name"),
+            ("d.json", "not a regular file"),
+            ("f.json", "maximum recursion depth exceeded"),
+            ("g.json", "not a regular file"),
+            ("h.json", "not a regular file"),
+            ("i.json", "larger than 65536 bytes"),
+        ],
+        strict=True,
+    ):
+        assert problem.startswith(f"{tmp_path}/{name}: {reason}")
 
 
 def test_a_process_lives_or_not() -> None:
@@ -114,7 +130,7 @@ def test_a_name_is_used_once_and_whoever_has_it_keeps_it() -> None:
     def at(port: int, node: str = "node-7") -> Registration:
         return Registration(node, TcpAddress("h", port), 1)
 
-    named = [Vmm("node-7", TcpAddress("elsewhere", 1)), Vmm("mine", TcpAddress("h", 1))]
+    named = [Vmm("node-7", TcpAddress("elsewhere", 1)), Vmm("mine", UrlAddress("http", "H", 1, ""))]
     assert name_vmms([at(1), at(2), at(3, "other"), at(4, "other"), at(4), at(5, "")], named) == [
         Vmm("node-7@h:2", TcpAddress("h", 2)),
         Vmm("other", TcpAddress("h", 3)),

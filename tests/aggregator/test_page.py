@@ -72,9 +72,16 @@ def test_hostile_names_stay_text() -> None:
         now_ms=NOW_MS,
         notice=hostile,
         database_error=hostile,
+        vmms_away={hostile: hostile},
     )
     assert "<script" not in page
     assert page.count("&lt;script&gt;") >= 10
+
+
+def test_a_vmm_that_is_away_is_said_with_the_reason() -> None:
+    page = render_fleet([], [], now_ms=NOW_MS, vmms_away={"rack1": "unreachable: no such file"})
+    assert "VMM rack1 cannot be reached. unreachable: no such file" in page
+    assert "cannot be reached" not in render_fleet([], [], now_ms=NOW_MS)
 
 
 def test_a_database_that_is_away_is_said() -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -16,11 +16,12 @@ from aggregator.calls import Slots
 from aggregator.identity import Identity
 from aggregator.metrics import SelfMetrics
 from aggregator.poller import Poller, Shared, poll_once
-from aggregator.rows import Poll
+from aggregator.rows import Cvm, Poll
 from aggregator.settings import PollSettings, Vmm
 from aggregator.vmm_client import MAX_GUEST_REPLY, VmmConnections
 from gpuwire.address import UnixAddress
 from gpuwire.device import GpuDevice, GpuSnapshot
+from gpuwire.pb.prpc_pb2 import PrpcError
 from gpuwire.pb.vmm_pb2 import StatusResponse, VmInfo
 from gpuwire.schema import CURRENT, SCHEMA_HEADER, STATUS_HEADER, Policy, Unversioned
 from tests.fakes.vmm import MATCH, FakeVmm, Guest, body_of, running_vm
@@ -55,13 +56,20 @@ class Bench:
     metrics: SelfMetrics = field(default_factory=SelfMetrics)
 
     def poller(
-        self, socket: Path, *, timeout: float = 5, name: str = "host-1", concurrency: int = 64, token: str = ""
+        self,
+        socket: Path,
+        *,
+        timeout: float = 5,
+        name: str = "host-1",
+        concurrency: int = 64,
+        token: str = "",
+        known: Iterable[Cvm] = (),
     ) -> Poller:
         vmm = Vmm(name, UnixAddress(str(socket)), token)
         connections = VmmConnections()
         self.stack.push_async_callback(connections.close)
         settings = PollSettings((vmm,), timeout, concurrency, Policy.LOCKSTEP, Unversioned.ALLOW)
-        return Poller(vmm, Shared(settings, connections, Slots(concurrency, timeout), self.identity, self.metrics))
+        return Poller(vmm, Shared(settings, connections, Slots(concurrency, timeout), self.identity, self.metrics), known)
 
     async def once(self, *pollers: Poller) -> tuple[list[Poll], dict[str, str]]:
         return await poll_once(pollers, self.identity)
@@ -234,6 +242,9 @@ async def test_a_vmm_that_is_new_to_the_call_is_offered_it_after_the_next_list(s
     [
         (None, "No such file or directory"),
         (web.Response(status=500), "Status answered 500, is this a VMM?"),
+        (web.Response(status=500, text='{"error": "disk\\u001b[31m full"}'), "Status answered 500: disk\\x1b[31m full"),
+        (web.Response(status=502, body=PrpcError(message="x" * 999).SerializeToString()), f"answered 502: {'x' * 200}"),
+        (web.Response(status=403, text='{"error": "no"}'), "unauthorized: "),
         (web.Response(body=b"\xff"), "is this a VMM?"),
         (web.Response(text="<html>hello</html>"), "is this a VMM?"),
     ],
@@ -259,8 +270,34 @@ async def test_a_token_goes_with_each_call(short_dir: Path, bench: Bench, host_c
         ((poll,), _) = await bench.once(bench.poller(short_dir / "vmm.sock", token="a-secret"))
         _, failures = await bench.once(bench.poller(short_dir / "vmm.sock", token="wrong"))
     assert (poll.outcome, poll.samples[0].model) == ("ok", "x")
+    assert failures["host-1"].startswith("unauthorized: this address wants a token")
     assert "Status answered 401" in failures["host-1"]
+    assert failures["host-1"].endswith("give ADDR#token-file=FILE")
     assert "a-secret" not in repr(Vmm("x", UnixAddress("/x"), "a-secret"))
+
+
+async def test_a_running_vm_that_nobody_can_ask_is_named_and_counted(
+    short_dir: Path, bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    stopped = running_vm("vm-1")
+    stopped.status = "stopped"
+    bad = [Guest(running_vm("")), Guest(running_vm("x" * 257)), guest("vm-1"), Guest(stopped), Guest(running_vm("a" * 256))]
+    async with FakeVmm([guest("vm-1"), *bad]).serving(short_dir / "vmm.sock") as fake:
+        one = bench.poller(short_dir / "vmm.sock")
+        for _ in range(2):
+            polls, _ = await bench.once(one)
+            assert [p.cvm.vm_id for p in polls] == ["vm-1", "a" * 256]
+        assert [(vm.vm_id, vm.problem) for vm in one.unaskable] == [
+            ("", "its id is empty"),
+            ("x" * 64, "its id has 257 characters, at most 256 are taken"),
+            ("vm-1", "another running VM has its id"),
+        ]
+        assert bench.series("gpu_aggregator_vms_unaskable") == {'{vmm="host-1"}': 3}
+        fake.guests = [guest("vm-1")]
+        await bench.once(one)
+    assert bench.series("gpu_aggregator_vms_unaskable") == {'{vmm="host-1"}': 0}
+    (warning,) = caplog.messages
+    assert warning.startswith("vms cannot be asked: vmm=host-1 vms=3 named=- (name of ): its id is empty; xxx")
 
 
 async def test_ten_thousand_vms_are_listed_and_kept_apart(short_dir: Path, bench: Bench) -> None:
@@ -488,6 +525,49 @@ async def test_a_vmm_that_goes_away_keeps_its_list_and_comes_back(short_dir: Pat
             assert bench.series("gpu_aggregator_vmm_up") == {'{vmm="host-1"}': 1}
 
 
+@pytest.mark.parametrize("first", ["list", "poll"])
+async def test_a_vm_that_stops_or_is_removed_is_said_once_to_run_no_more(
+    short_dir: Path, bench: Bench, host_call: int, first: str
+) -> None:
+    # Those without cards are asked once an hour: of their end the list tells, which is read when the trigger is gone.
+    slots = [] if first == "list" else ["3b:00.0"]
+    stopping, removed = Guest(running_vm("stopping", slots)), Guest(running_vm("removed", slots))
+    fleet = FakeVmm([stopping, removed, guest("trigger"), guest("vm-1")], host_call_status=host_call)
+    async with fleet.serving(short_dir / "vmm.sock"), running(bench.poller(short_dir / "vmm.sock"), 0.1) as heard:
+        await heard.until(lambda polls: len({p.cvm.vm_id for p in polls}) == 4)
+        stopping.vm.status = "stopped"
+        fleet.guests = [stopping, fleet.guests[-1]]
+        await heard.until(lambda _: heard.count("stopping", "not_running") > 0 < heard.count("removed", "not_running"))
+        before = heard.count("vm-1")
+        await heard.until(lambda _: heard.count("vm-1") >= before + 8)
+    for vm_id in ("stopping", "removed"):
+        assert heard.count(vm_id, "not_running") == 1
+        (last,) = [p for p in heard.polls if p.cvm.vm_id == vm_id][-1:]
+        assert (last.outcome, last.cvm.vm_name) == ("not_running", f"name of {vm_id}")
+
+
+KNOWN = Cvm("host-1", "vm-1", "name", "app", "instance")
+
+
+async def test_after_a_restart_the_known_vms_of_a_vmm_that_is_away_are_marked_so(short_dir: Path, bench: Bench) -> None:
+    socket = short_dir / "vmm.sock"
+    polls, failures = await bench.once(bench.poller(socket, known=[KNOWN]))
+    assert ([(p.cvm, p.outcome) for p in polls], list(failures)) == ([(KNOWN, "vmm_unreachable")], ["host-1"])
+
+    async with running(bench.poller(socket, known=[KNOWN, replace(KNOWN, vm_id="gone")]), 0.05) as heard:
+        await heard.until(lambda _: heard.count("vm-1", "vmm_unreachable") >= 2 <= heard.count("gone", "vmm_unreachable"))
+        async with FakeVmm([guest("vm-1")]).serving(socket):
+            await heard.until(lambda _: heard.count("vm-1") >= 2)
+    assert heard.count("gone", "not_running") == 1
+    assert [p.cvm for p in heard.polls if p.cvm.vm_id == "gone"][-1].app_id == "app"
+
+
+async def test_what_stopped_while_nobody_polled_is_said_by_the_first_poll(short_dir: Path, bench: Bench) -> None:
+    async with FakeVmm([guest("vm-2")]).serving(short_dir / "vmm.sock"):
+        polls, failures = await bench.once(bench.poller(short_dir / "vmm.sock", known=[KNOWN]))
+    assert ([(p.cvm.vm_id, p.outcome) for p in polls], failures) == ([("vm-2", "ok"), ("vm-1", "not_running")], {})
+
+
 async def test_a_hung_vmm_delays_no_other(short_dir: Path, bench: Bench) -> None:
     hung = FakeVmm([guest("vm-hung", hang=True)])
     async with (
@@ -518,10 +598,12 @@ async def test_a_change_is_logged_once_and_not_each_poll(
 async def test_a_card_that_is_lost_is_said_in_its_cvms_detail(short_dir: Path, bench: Bench) -> None:
     lost = GpuDevice(index=1, errors=("device: GPU is lost",))
     well = GpuDevice(index=0, uuid="GPU-1", pci_bus_id="01:00.0")
-    snapshot = GpuSnapshot(gpus=(well, lost), sample_age_ms=10)
-    fleet = FakeVmm([Guest(running_vm("vm-1", ["19:00.0", "3b:00.0"]), lambda: body_of(snapshot))])
+    nowhere = GpuDevice(index=2, uuid="nonsense", pci_bus_id="nonsense")
+    snapshot = GpuSnapshot(gpus=(well, lost, nowhere), sample_age_ms=10)
+    fleet = FakeVmm([Guest(running_vm("vm-1", ["19:00.0", "3b:00.0", "5d:00.0"]), lambda: body_of(snapshot))])
     async with fleet.serving(short_dir / "vmm.sock"):
         ((poll,), _) = await bench.once(bench.poller(short_dir / "vmm.sock"))
 
     assert poll.outcome == "ok"
-    assert "1 of 2 cards without identity: device: GPU is lost" in poll.detail
+    assert [sample.device.uuid for sample in poll.samples] == ["GPU-1"]
+    assert "2 of 3 cards without identity: device: GPU is lost" in poll.detail

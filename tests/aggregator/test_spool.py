@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 import zlib
@@ -58,6 +59,40 @@ def folder(tmp_path: Path) -> Path:
 def spool(folder: Path) -> Iterator[Spool]:
     with closing(Spool(folder)) as spool:
         yield spool
+
+
+# The folder
+
+
+def test_folder_that_is_taken_away_is_made_again(folder: Path, spool: Spool) -> None:
+    spool.append(polls(1, 2))
+    shutil.rmtree(folder)
+    spool.append(polls(3))
+    assert drain(spool) == [3]
+    assert spool.damaged == 2
+    folder.rename(folder.with_name("elsewhere"))
+    spool.append(polls(4))
+    with pytest.raises(StartError, match="is in use by another program"):
+        Spool(folder)
+    assert drain(spool) == [4]
+
+
+def test_trying_it_leaves_nothing_and_tells_what_keeps_it_from_taking_polls(folder: Path, spool: Spool) -> None:
+    spool.append([])
+    assert (spool.stock.polls, segments(folder)) == (0, [])
+    spool.append(polls(1))
+    spool.append([])
+    assert drain(spool) == [1]
+    shutil.rmtree(folder)
+    folder.write_text("in its place")
+    with pytest.raises(SpoolFull, match=r"mend what keeps it from that: .*spool: Not a directory$"):
+        spool.append([])
+
+
+def test_folder_named_like_a_segment_is_named_at_start(folder: Path) -> None:
+    (folder / "0000000000000099.jsonl").mkdir(parents=True)
+    with pytest.raises(StartError, match=r"0000000000000099\.jsonl: Is a directory"):
+        Spool(folder)
 
 
 # In and out

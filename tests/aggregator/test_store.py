@@ -15,6 +15,7 @@ import psycopg
 import pytest
 from sqlalchemy import Engine, create_engine, make_url, text
 
+from aggregator.bulk import ROLLUP_LOCK
 from aggregator.errors import DatabaseAway, Unstorable
 from aggregator.rows import Cvm, Poll, Sample
 from aggregator.store import Store, parse_database_url
@@ -274,6 +275,34 @@ def test_clock_that_is_set_back_loses_and_doubles_nothing(store: Store, engine: 
     assert column(engine, "SELECT count(*) FROM v_cvm_state") == [1]
 
 
+def test_time_that_comes_twice_in_one_batch_is_one_sample(store: Store, engine: Engine) -> None:
+    store.write([poll(T0, sample(T0))])
+    times = [15, 75, 15, 75, 90]
+    cooler = [replace(DEVICE, temperature_c=degrees) for degrees in range(40, 40 + len(times))]
+    batch = [poll(T0 + at * S, sample(T0 + at * S, device)) for at, device in zip(times, cooler, strict=True)]
+    assert store.write(batch) == 3
+    assert column(engine, "SELECT sampled_at_ms FROM v_gpu_samples ORDER BY 1") == [T0 + at * S for at in (0, 15, 75, 90)]
+
+
+def test_writers_that_know_different_things_store_nothing_twice(database_url: str, store: Store, engine: Engine) -> None:
+    """`poll` beside `serve`: each remembers what it wrote itself."""
+    devices = [replace(DEVICE, uuid=f"GPU-{n}", pci_bus_id=f"00000000:0{n + 1}:00.0") for n in range(3)]
+    times = [T0 + turn * 15 * S for turn in range(12)]
+    batches = [[poll(at, *(sample(at - 2 * S, device) for device in devices))] for at in times]
+    with closing(Store(database_url)) as other:
+        assert store.write(batches[0]) == 3
+        assert other.write(batches[0]) == 0
+        assert other.write(batches[1]) == 3
+        # The one knows nothing of it; a part of what it has is new.
+        assert store.write([*batches[1], *batches[2]]) == 3
+        assert other.write(batches[4]) == store.write(batches[3]) == 3
+        assert other.write([*batches[3], *batches[5]]) == 3
+        assert store.write([poll for batch in batches for poll in batch]) == 18
+        assert other.write([poll for batch in batches for poll in batch]) == 0
+    assert column(engine, "SELECT count(*) FROM v_gpu_samples") == [36]
+    assert column(engine, "SELECT DISTINCT sampled_at_ms FROM v_gpu_latest") == [times[-1] - 2 * S]
+
+
 def test_latest_never_moves_back(database_url: str, store: Store, engine: Engine) -> None:
     store.write([poll(T0, sample(T0))])
     late = poll(T0 - 60 * S, sample(T0 - 60 * S, replace(DEVICE, utilization_gpu=1)))
@@ -283,6 +312,64 @@ def test_latest_never_moves_back(database_url: str, store: Store, engine: Engine
     assert column(engine, "SELECT sampled_at_ms FROM v_gpu_latest") == [T0]
     assert column(engine, "SELECT utilization_gpu FROM v_gpu_latest") == [97]
     assert column(engine, "SELECT count(*) FROM v_gpu_samples") == [3]
+
+
+def due(engine: Engine) -> list[tuple[Any, ...]]:
+    return [tuple(row.values()) for row in ask(engine, "SELECT * FROM rollup_due ORDER BY resolution, gpu_id, bucket_ms")]
+
+
+def close_buckets(engine: Engine, to_ms: int) -> None:
+    with engine.begin() as connection:
+        connection.execute(text("UPDATE progress SET closed_to_ms = :at WHERE resolution = '5m'"), {"at": to_ms})
+
+
+def test_buckets_of_samples_that_come_late_become_due(store: Store, engine: Engine) -> None:
+    bucket = T0 // 300_000 * 300_000
+    other = replace(DEVICE, uuid="GPU-2", pci_bus_id="02:00.0")
+    store.write([poll(T0, sample(T0), sample(T0, other))])
+    assert due(engine) == []
+    close_buckets(engine, bucket + 600_000)
+    # Just in time, late but the newest of its card, late and older, twice in one bucket.
+    on_time = poll(bucket + 600 * S, sample(bucket + 600 * S, other))
+    assert store.write([on_time]) == 1
+    assert due(engine) == []
+    late = [bucket + 600 * S - 1, T0 - 300 * S, T0 - 290 * S, T0 + 40 * S]
+    assert store.write([poll(at, sample(at)) for at in late]) == 4
+    card = column(engine, "SELECT gpu_id FROM gpu WHERE uuid = 'GPU-11111111-aaaa'")[0]
+    assert due(engine) == [("5m", card, bucket + offset * S) for offset in (-300, 0, 300)]
+    assert store.write([poll(at, sample(at)) for at in late]) == 0
+    assert len(due(engine)) == 3
+
+
+def test_late_sample_whose_batch_failed_makes_nothing_due(store: Store, engine: Engine) -> None:
+    store.write([poll(T0, sample(T0))])
+    close_buckets(engine, T0 + 3600 * S)
+    with pytest.raises(Unstorable):
+        store.write(
+            [poll(T0 + S, sample(T0 + 15 * S)), poll(T0, sample(T0 + 30 * S, replace(DEVICE, memory_used_bytes=2**70)))]
+        )
+    assert due(engine) == []
+
+
+def test_writer_in_flight_does_not_miss_that_its_samples_are_late(postgres_url: str) -> None:
+    """closed_to_ms is raised while a batch begins: the batch waits, and sees it."""
+    with closing(Store(postgres_url)) as store:
+        store.require_current()
+        store.write([poll(T0, sample(T0))])
+        write_while_buckets_are_closed(postgres_url, store)
+    with psycopg.connect(postgres_url) as other:
+        assert other.execute("SELECT bucket_ms FROM rollup_due").fetchall() == [((T0 + 15 * S) // 300_000 * 300_000,)]
+
+
+def write_while_buckets_are_closed(postgres_url: str, store: Store) -> None:
+    with psycopg.connect(postgres_url) as other:
+        other.execute("SELECT pg_advisory_xact_lock(%s)", (ROLLUP_LOCK,))
+        other.execute("UPDATE progress SET closed_to_ms = %s WHERE resolution = '5m'", (T0 + 3600 * S,))
+        writer = threading.Thread(target=store.write, args=([poll(T0 + 15 * S, sample(T0 + 15 * S))],))
+        writer.start()
+        time.sleep(0.3)
+        assert writer.is_alive()
+    writer.join()
 
 
 # Cards and places
@@ -584,6 +671,20 @@ def test_time_in_which_no_run_polled_lies_in_no_stretch(
         assert next_run.write([poll(late, sample(late)), poll(late + 3600 * S)]) == 1
     assert len(column(engine, "SELECT until FROM v_cvm_state")) == stretches
     assert len(stays(engine)) == 1
+
+
+@pytest.mark.parametrize(("back_s", "untils_s"), [(50, [50]), (80, [30, 80])])
+@pytest.mark.usefixtures("store")
+def test_stretch_of_a_killed_run_reaches_as_far_as_the_cards_that_it_stored(
+    database_url: str, engine: Engine, back_s: int, untils_s: list[int]
+) -> None:
+    with closing(Store(database_url)) as killed:
+        for turn in range(3):
+            killed.write(turns(DEVICE, start=turn))
+        assert column(engine, "SELECT until FROM v_cvm_state") == [stamp(T0)], "not written yet"
+        with closing(Store(database_url, resume_within_s=30)) as next_run:
+            next_run.write([poll(T0 + back_s * S)])
+        assert column(engine, "SELECT until FROM v_cvm_state ORDER BY until") == [stamp(T0 + at * S) for at in untils_s]
 
 
 def test_what_an_earlier_run_left_does_not_hide_its_end(store: Store, engine: Engine) -> None:

@@ -1,4 +1,4 @@
-"""The proxy's benches run and print what they claim; how fast this machine is proves nothing here."""
+"""The benches run and print what they claim; how fast this machine is proves nothing here."""
 
 from __future__ import annotations
 
@@ -35,3 +35,15 @@ def test_isolation_compares_the_calls_beside_a_hung_guest_with_those_alone() -> 
 
     assert re.search(r"30 hanging callers got [0-9]+ time-outs and [0-9]+ times 'saturated'", page)
     assert re.search(r"goal: p99 beside at most 1.5 x alone: [0-9.]+, (met|MISSED)", page)
+
+
+def test_storage_compares_the_store_with_bare_rows_on_both_databases() -> None:
+    page = run("storage", "--rows", "2000", "--cards", "80", "--polls", "100", "--rounds", "2")
+
+    for row in ("the store", "executemany", "SQLAlchemy", "COPY"):
+        assert re.search(rf"^  {row} +[0-9]+ +[0-9.]+ +[0-9.]+ ", page, re.MULTILINE), page
+    assert "SQLite, 2000 rows a side" in page
+    assert "PostgreSQL, 2000 rows a side" in page
+    goals = re.findall(r"goal: at (?:least|most) [^:]*: [0-9.e+]+, (?:met|MISSED)", page)
+    assert len(goals) == 4, page
+    assert re.search(r"the last 100 samples of a card: [0-9.]+ ms with 20[0-9]{2} hot rows", page)

@@ -179,7 +179,7 @@ def test_times_in_the_views_are_utc_to_the_millisecond(host: Host, database_url:
 
 def test_serving_keeps_a_history_and_shows_it(host: Host, database_url: str, short_dir: Path) -> None:
     port = free_port()
-    flags = ["--db", database_url, "--vmm", f"host-1={host.vmm}", "--interval", "0.3", "--listen", f"127.0.0.1:{port}"]
+    flags = ["--db", database_url, "--vmm", f"host-1={host.vmm}", "--interval", "1", "--listen", f"127.0.0.1:{port}"]
     flags += ["--spool", str(short_dir / "spool"), "--notice", "Made <up> & shown"]
     with running("gpu-aggregator", flags, short_dir / "aggregator.log"):
         busy = "SELECT * FROM v_gpu_samples WHERE vm_id = 'vm-serving' AND utilization_gpu = 42"

@@ -85,6 +85,7 @@ def test_an_address_reads_and_writes_as_the_grammar_says(text: str, address: Add
         ("a" * 64 + ":80", "expected unix:/path"),
         ("/run/a.sock:80", "expected unix:/path"),
         ("ftp://host:80", "expected unix:/path"),
+        ("ftp://host", "expected unix:/path"),
         ("http://", "is not a VMM's URL"),
         ("http:///prefix", "is not a VMM's URL"),
         ("http:vmm:80", "is not a VMM's URL"),

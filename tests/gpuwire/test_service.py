@@ -258,8 +258,9 @@ def test_a_wrong_argument_is_one_line_that_names_it(refused: Refused, arguments:
     assert [text for text in named if text not in line] == []
 
 
-def test_a_wrong_environment_variable_is_one_line_that_names_flag_and_value(refused: Refused) -> None:
+def test_a_wrong_environment_variable_is_one_line_that_names_it_and_flag_and_value(refused: Refused) -> None:
     line = refused(DOOR_SAMPLE_TTL="soon")
+    assert "DOOR_SAMPLE_TTL: " in line
     assert "--sample-ttl" in line
     assert "'soon'" in line
 
@@ -550,7 +551,7 @@ def started(*arguments: str, **variables: str) -> Iterator[subprocess.Popen[str]
             process.kill()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_stops_the_service_in_good_order(number: int) -> None:
     with started() as process:
         process.send_signal(number)

@@ -10,6 +10,7 @@ from google.protobuf.descriptor import FieldDescriptor
 from sqlalchemy import BigInteger, Column, Integer, SmallInteger, Table
 
 from aggregator import tables
+from aggregator.spans import ERROR_KINDS
 from gpuwire.device import GAUGES, Gauge, GpuDevice, GpuSnapshot
 from gpuwire.pb import guest_api_pb2
 from guest_agent import collector
@@ -70,6 +71,11 @@ def test_the_collector_reads_every_field() -> None:
         "guest_agent/collector.py: READERS",
         set(read),
     )
+
+
+def test_every_query_of_the_collector_is_a_kind_of_failure() -> None:
+    queries = {"device", *(query for query, _, _ in collector.READERS)}
+    agree("guest_agent/collector.py: READERS", queries, "aggregator/spans.py: ERROR_KINDS", set(ERROR_KINDS) - {"other"})
 
 
 def test_the_collector_has_the_bounds_of_the_definition() -> None:

@@ -1,0 +1,109 @@
+"""Reports over HTTP: what /reports and /reports/{name} can be asked, and what they answer."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, PlainValidator, WithJsonSchema, create_model
+from pydantic.fields import FieldInfo
+
+from aggregator.answers import Answer
+from aggregator.errors import NotFound
+from aggregator.parameters import Nothing, parse_text, shown
+from aggregator.replies import TIME, Reply
+from aggregator.reports import MAX_ROWS, Report, reports, run_report
+from aggregator.reports.display import as_object, describe
+from aggregator.reports.parameters import PARAMETERS, ReportParameters
+from aggregator.store import Reading
+from gpuwire.access import Scope
+from gpuwire.errors import Malformed
+
+_NAMES = list(reports())
+_Name = Annotated[str, PlainValidator(parse_text), WithJsonSchema({"type": "string", "enum": _NAMES})]
+
+
+class _Named(ReportParameters):
+    name: _Name = Field(description="Which report.", examples=["idle"])
+
+
+def _of_some(parameter: str) -> str:
+    return f" Of {', '.join(name for name, report in reports().items() if parameter in report.parameters)} only."
+
+
+_OWN: dict[str, Any] = {
+    name: (kind, FieldInfo.merge_field_infos(field, description=field.description + _of_some(name)))
+    for name, (kind, field) in PARAMETERS.items()
+}
+OneReport: type[_Named] = create_model("OneReport", __base__=_Named, **_OWN)
+
+
+class Column(Reply):
+    name: str = Field(examples=["idle_h"])
+    unit: str = Field(description="text, bdf, day, time or count; or what a number is in.", examples=["h"])
+    meaning: str
+
+
+class Parameter(Reply):
+    name: str
+    default: str | int | None
+    meaning: str
+
+
+class OfReport(Reply):
+    name: str
+    purpose: str
+    remarks: str = Field(description="What its figures mean.")
+    parameters: list[Parameter]
+    columns: list[Column] = Field(description="All that it may have; which of them are there depends on `by`.")
+
+
+class Reports(Reply):
+    reports: list[OfReport]
+
+
+class ReportReply(Reply):
+    """Rows of a report. Figures are rounded as the columns' units suggest; absent is null."""
+
+    report: str
+    start: str = Field(description="Widened to what its rows are made of.", examples=[TIME])
+    end: str = Field(description="Not included.", examples=[TIME])
+    resolutions: list[Literal["1h", "5m", "raw"]] = Field(description="What its rows are made of; empty: not of samples.")
+    newest: str | None = Field(description="When a card was seen last within the range.", examples=[TIME])
+    columns: list[Column]
+    rows: list[dict[str, str | int | float | None]] = Field(description="By the columns' names.")
+    more: bool = Field(description=f"Whether there are more than these rows: at most {MAX_ROWS:,} are answered.")
+
+
+def list_reports(reading: Reading, scope: Scope, asked: Nothing, now_ms: int) -> Answer:  # noqa: ARG001
+    return Answer({"reports": [_describe(report) for report in reports().values()]})
+
+
+def one_report(reading: Reading, scope: Scope, asked: _Named, now_ms: int) -> Answer:
+    report = reports().get(asked.name)
+    if report is None:
+        raise NotFound(f"no report {shown(asked.name)}; there are {', '.join(reports())}")
+    allowed = [name for name in OneReport.model_fields if name not in PARAMETERS or name in report.parameters]
+    if wrong := [name for name in asked.model_fields_set if name not in allowed]:
+        raise Malformed(f"{sorted(wrong)[0]}: unknown parameter of {report.name}; allowed: {', '.join(allowed)}")
+    found = run_report(reading, report, asked, scope, now_ms, max_rows=MAX_ROWS)
+    return Answer(as_object(report, found, asked.time_zone))
+
+
+def _describe(report: Report) -> dict[str, Any]:
+    properties = report.model.model_json_schema()["properties"]
+    parameters = [
+        {
+            "name": name,
+            # What it is as it is written, where what it comes to is something else.
+            "default": of.get("anyOf", [of])[0].get("default", of.get("default")),
+            "meaning": of["description"],
+        }
+        for name, of in properties.items()
+    ]
+    return {
+        "name": report.name,
+        "purpose": report.purpose,
+        "remarks": report.remarks,
+        "parameters": parameters,
+        "columns": [describe(column) for column in report.columns],
+    }

@@ -1,0 +1,130 @@
+"""What a report looks like: a table for a terminal, CSV, JSON."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Sequence
+from datetime import datetime
+from typing import Any
+from zoneinfo import ZoneInfo
+
+from aggregator.parameters import rfc3339
+from aggregator.reports import Column, Found, Report
+from gpuwire.display import ABSENT, aligned
+
+WIDTH = 100
+NARROW, NARROW_GPU = 7, 13
+_DECIMALS = {"%": 1, "h": 2, "GiB": 1, "kWh": 3, "W": 1}
+_RESOLUTIONS = {"1h": "1h", "5m": "5m", "raw": "samples"}
+
+
+def as_table(report: Report, found: Found, time_zone: str) -> str:
+    """What was asked, up to when there is data, and a line a row, within WIDTH where its names can be shortened so far."""
+    zone, statement = ZoneInfo(time_zone), found.statement
+    lines = [f"{report.name}: {report.purpose}", _range(found, zone, time_zone), ""]
+    cells = [[_cell(value, column, zone) for value, column in zip(row, statement.columns, strict=True)] for row in found.rows]
+    heads = [_head(column) for column in statement.columns]
+    widths = _widths([heads, *cells], statement.columns)
+    lines.append(
+        aligned(
+            [
+                cell.rjust(width) if column.is_number else _shortened(cell, width)
+                for cell, width, column in zip(row, widths, statement.columns, strict=True)
+            ]
+            for row in [heads, *cells]
+        )
+    )
+    return "\n".join(lines if cells else [*lines, "nothing to show"])
+
+
+def as_csv(found: Found, time_zone: str) -> str:
+    """Heads are the columns' names; absent is empty, times are RFC 3339."""
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow([column.name for column in found.statement.columns])
+    writer.writerows(["" if value is None else value for value in values] for values in _values(found, ZoneInfo(time_zone)))
+    return out.getvalue().removesuffix("\n")
+
+
+def as_object(report: Report, found: Found, time_zone: str) -> dict[str, Any]:
+    """For JSON; see replies.ReportReply."""
+    zone, statement = ZoneInfo(time_zone), found.statement
+    names = [column.name for column in statement.columns]
+    return {
+        "report": report.name,
+        "start": _time(rfc3339(statement.start_ms), zone),
+        "end": _time(rfc3339(statement.end_ms), zone),
+        "resolutions": list(statement.resolutions),
+        "newest": None if found.newest_ms is None else _time(rfc3339(found.newest_ms), zone),
+        "columns": [describe(column) for column in statement.columns],
+        "rows": [dict(zip(names, values, strict=True)) for values in _values(found, zone)],
+        "more": found.more,
+    }
+
+
+def describe(column: Column) -> dict[str, Any]:
+    return {"name": column.name, "unit": column.unit, "meaning": column.meaning}
+
+
+def _range(found: Found, zone: ZoneInfo, time_zone: str) -> str:
+    statement = found.statement
+    start, end = (f"{datetime.fromtimestamp(ms / 1000, zone):%Y-%m-%d %H:%M}" for ms in (statement.start_ms, statement.end_ms))
+    words = [_RESOLUTIONS[name] for name in statement.resolutions]
+    source = ["from " + (" and ".join([", ".join(words[:-1]), words[-1]]) if len(words) > 1 else words[0])] if words else []
+    newest = "no data" if found.newest_ms is None else f"data up to {_cell(rfc3339(found.newest_ms), _TIME, zone)}"
+    return "; ".join([f"{start} to {end} {time_zone}", *source, newest])
+
+
+_TIME = Column("", "time", "")
+
+
+def _head(column: Column) -> str:
+    words = column.name.split("_")
+    if column.is_number and column.unit != "count" and len(words) > 1:
+        return f"{' '.join(words[:-1]).upper()} {column.unit}"
+    return " ".join(words).upper()
+
+
+def _cell(value: Any, column: Column, zone: ZoneInfo) -> str:
+    if value is None:
+        return ABSENT
+    if column.unit == "time":
+        return f"{datetime.fromisoformat(value).astimezone(zone):%Y-%m-%d %H:%M}"
+    if column.unit == "bdf":
+        return str(value).removeprefix("0000:")
+    return f"{value:.{_DECIMALS[column.unit]}f}" if isinstance(value, float) else str(value)
+
+
+def _values(found: Found, zone: ZoneInfo) -> list[list[Any]]:
+    times = [column.unit == "time" for column in found.statement.columns]
+    return [
+        [_time(value, zone) if is_time and value is not None else value for value, is_time in zip(row, times, strict=True)]
+        for row in found.rows
+    ]
+
+
+def _time(utc: str, zone: ZoneInfo) -> str:
+    return datetime.fromisoformat(utc).astimezone(zone).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def _widths(rows: Sequence[Sequence[str]], columns: Sequence[Column]) -> list[int]:
+    """Of each column; the widest texts give way first."""
+    widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
+    least = {
+        number: NARROW_GPU if column.name == "gpu" else NARROW for number, column in enumerate(columns) if column.unit == "text"
+    }
+    while sum(widths) + 2 * (len(widths) - 1) > WIDTH:
+        spare = {number: widths[number] for number in least if widths[number] > least[number]}
+        if not spare:
+            break
+        widths[max(spare, key=lambda number: spare[number])] -= 1
+    return widths
+
+
+def _shortened(text: str, width: int) -> str:
+    """In the middle; a uuid at its end, for tools take the beginning of one."""
+    if len(text) <= width:
+        return text
+    front = width - 1 if text.startswith(("GPU-", "MIG-")) else width // 2
+    return f"{text[:front]}…{text[len(text) - (width - front - 1) :]}"
