@@ -188,15 +188,20 @@ class Figure:
         return self.of_samples if level == RAW else self.of_buckets
 
 
-_SAMPLES = Figure(("", "samples"), "count(*)", "sum(s.samples)", add)
+def _sum(value: str) -> str:
+    """PostgreSQL's own would be a decimal, ten times as long to read."""
+    return f"CAST(sum({value}) AS bigint)"
+
+
+_SAMPLES = Figure(("", "samples"), "count(*)", _sum("s.samples"), add)
 
 
 def _sum_figures(field: str, of_samples: str, of_buckets: str) -> Iterator[Figure]:
     if field not in _LARGE and field != "energy":
-        yield Figure((field, "sum"), f"sum({of_samples})", f"sum({of_buckets})", add)
+        yield Figure((field, "sum"), _sum(of_samples), _sum(of_buckets), add)
         return
-    for part, template in (("high", f"sum({{}} >> {_LOW_BITS})"), ("low", f"sum({{}} & {2**_LOW_BITS - 1})")):
-        yield Figure((field, part), template.format(of_samples), template.format(of_buckets), add)
+    for part, taken in (("high", f">> {_LOW_BITS}"), ("low", f"& {2**_LOW_BITS - 1}")):
+        yield Figure((field, part), _sum(f"{of_samples} {taken}"), _sum(f"{of_buckets} {taken}"), add)
 
 
 def figures_for(fields: Sequence[str], aggregates: Sequence[str]) -> list[Figure]:
@@ -204,7 +209,7 @@ def figures_for(fields: Sequence[str], aggregates: Sequence[str]) -> list[Figure
     figures = [_SAMPLES]
     for field in fields:
         if "avg" in aggregates or "count" in aggregates:
-            figures.append(Figure((field, "count"), f"count(s.{field})", f"sum(s.{field}_count)", add))
+            figures.append(Figure((field, "count"), f"count(s.{field})", _sum(f"s.{field}_count"), add))
         if "avg" in aggregates:
             figures += _sum_figures(field, f"s.{field}", f"s.{field}_sum")
         for name, combine in (("min", min), ("max", max)):
@@ -213,7 +218,7 @@ def figures_for(fields: Sequence[str], aggregates: Sequence[str]) -> list[Figure
     return figures
 
 
-_HISTOGRAM = [Figure((HISTOGRAM_FIELD, name), "", f"sum(s.{name})", add) for name in UTILIZATION_BINS]
+_HISTOGRAM = [Figure((HISTOGRAM_FIELD, name), "", _sum(f"s.{name}"), add) for name in UTILIZATION_BINS]
 
 Bucket = dict[tuple[str, str], Any]
 
@@ -221,13 +226,9 @@ Bucket = dict[tuple[str, str], Any]
 def whole_sum(values: Mapping[tuple[str, str], Any], field: str) -> int | None:
     """A sum that was taken in one part or in two."""
     if (field, "sum") in values:
-        return _int(values[field, "sum"])
+        return values[field, "sum"]  # type: ignore[no-any-return]
     high, low = values[field, "high"], values[field, "low"]
-    return None if high is None else (int(high) << _LOW_BITS) + int(low)
-
-
-def _int(value: Any) -> int | None:
-    return None if value is None else int(value)
+    return None if high is None else (high << _LOW_BITS) + low
 
 
 class Buckets:
@@ -263,7 +264,7 @@ class Buckets:
             for source in self._folded.sources([Span(gpu_id, segment.from_ms, segment.to_ms) for gpu_id in self._gpu_ids]):
                 within = Segment(FIVE, segment.from_ms, segment.to_ms)
                 _merge(merged, self._ask(within, source, columns, " GROUP BY 1", self._folded.values), combines)
-        return {at: [int(value or 0) for value in values] for at, values in merged.items()}
+        return {at: [value or 0 for value in values] for at, values in merged.items()}
 
     def lasts(self, segments: Sequence[Segment], fields: Sequence[str]) -> dict[int, Bucket]:
         """Of each bucket the values of its last sample."""
@@ -447,9 +448,9 @@ class FleetFigures:
 
 
 _FLEET = [
-    Figure(("utilization_gpu", "count"), "", "sum(s.utilization_gpu_count)", add),
-    Figure(("utilization_gpu", "sum"), "", "sum(s.utilization_gpu_sum)", add),
-    Figure(("covered", "sum"), "", "sum(s.covered_ms)", add),
+    Figure(("utilization_gpu", "count"), "", _sum("s.utilization_gpu_count"), add),
+    Figure(("utilization_gpu", "sum"), "", _sum("s.utilization_gpu_sum"), add),
+    Figure(("covered", "sum"), "", _sum("s.covered_ms"), add),
     *_sum_figures("energy", "", "s.energy_uj"),
 ]
 
@@ -464,7 +465,7 @@ def read_fleet(reading: Reading, scope: Scope, start_ms: int, end_ms: int) -> Fl
     for segment in plan(ONE_HOUR, start_ms, end_ms, progress, {}):
         _merge(merged, _fleet_rows(reading, scope, segment), [figure.combine for figure in _FLEET])
     values = dict(zip((figure.key for figure in _FLEET), merged.get(0, [None] * len(_FLEET)), strict=True))
-    count, covered = _int(values["utilization_gpu", "count"]), _int(values["covered", "sum"])
+    count, covered = values["utilization_gpu", "count"], values["covered", "sum"]
     return FleetFigures(
         start_ms, end_ms, whole_sum(values, "utilization_gpu") or 0, count or 0, covered or 0, whole_sum(values, "energy")
     )

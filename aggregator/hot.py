@@ -35,8 +35,10 @@ def move_step(connection: Connection, max_rows: int = STEP_ROWS) -> bool:
     if through_rowid == 0:
         through_rowid, through_gpu_id = min(last, first + MOVE_ROWS - 1), 0
     if through_gpu_id < (newest_gpu_id := connection.exec_driver_sql("SELECT max(gpu_id) FROM gpu").scalar_one()):
-        gpu_id = _last_card(connection, through_rowid, range(through_gpu_id, newest_gpu_id), max_rows)
-        _move(connection, through_rowid, through_gpu_id, gpu_id)
+        # Cards have about as many rows each: guessing how many fit and counting takes less than to sort the rows by card.
+        guess = max(1, newest_gpu_id * max_rows * 9 // (10 * (through_rowid - first + 1)))
+        cards = min(guess, newest_gpu_id - through_gpu_id)
+        _move(connection, through_rowid, through_gpu_id, _last_card(connection, through_rowid, through_gpu_id, cards, max_rows))
         return True
     delete_to = min(through_rowid, first + max_rows - 1)
     connection.exec_driver_sql("DELETE FROM gpu_sample_hot WHERE rowid <= ?", (delete_to,))
@@ -56,17 +58,15 @@ def _ends(connection: Connection) -> tuple[int, int]:
     return (1, 0) if first is None else (first, last)
 
 
-def _last_card(connection: Connection, through_rowid: int, left: range, max_rows: int) -> int:
-    """The last card of the next step, of those after the first of `left` up to its end."""
+def _last_card(connection: Connection, through_rowid: int, through_gpu_id: int, cards: int, max_rows: int) -> int:
+    """The last card of the next step, which takes so many, or as many of them as have `max_rows` rows."""
     query = "SELECT count(*) FROM gpu_sample_hot WHERE rowid <= ? AND gpu_id > ? AND gpu_id <= ?"
-    cards = len(left)
-    # Cards have about as many rows each: a guess or two and a count of it take less than to sort the rows by card.
     while cards > 1:
-        rows = connection.exec_driver_sql(query, (through_rowid, left.start, left.start + cards)).scalar_one()
+        rows = connection.exec_driver_sql(query, (through_rowid, through_gpu_id, through_gpu_id + cards)).scalar_one()
         if rows <= max_rows:
             break
         cards = max(1, cards * max_rows * 9 // (rows * 10))
-    return left.start + cards
+    return through_gpu_id + cards
 
 
 def _move(connection: Connection, through_rowid: int, through_gpu_id: int, gpu_id: int) -> None:

@@ -122,6 +122,4 @@ class VmmClient:
         self, client: HttpClient, target: str, body: bytes, *, deadline_s: float | None = None, consume: Consume | None = None
     ) -> HttpReply:
         limit_s = self._timeout_s if deadline_s is None else deadline_s
-        return await client.exchange(
-            self.vmm.address, "POST", target, self._headers, body, deadline_s=limit_s, consume=consume
-        )
+        return await client.exchange(self.vmm.address, "POST", target, self._headers, body, deadline_s=limit_s, consume=consume)

@@ -83,37 +83,39 @@ stay
   WHERE u.tenancy_id IS NOT NULL OR stay.last_ms >= span.from_ms
 {%- endmacro %}
 
-{% macro summed(figures, of) -%}
-{% for name in figures %}, {% if name.endswith("_max") or name.startswith("last") or name.endswith("_last") -%}
-max({{ of[name] }}){% else %}{{ total(of[name]) }}{% endif %} AS {{ name }}{% endfor %}
+{% macro each(figures, of) -%}
+{% for name in figures %}, {{ of[name] }} AS {{ name }}{% endfor %}
+{%- endmacro %}
+
+{% macro summed(figures) -%}
+{% for name in figures %}, {% if name.endswith("_max") or name in ("last_ms", "memory_last") -%}
+max({{ name }}){% else %}{{ total(name) }}{% endif %} AS {{ name }}{% endfor %}
 {%- endmacro %}
 
 {% macro within_tail(time) %}{{ time }} >= {{ tail_ms - stale_ms }} AND {{ time }} < {{ end_ms }}{% endmacro %}
 
-{# Figures by stay and span, or also by bucket of `bucket_ms`: from what is rolled up, and of what is not yet, from samples. A
+{# `usage`: figures by stay and span, or also by bucket of `bucket_ms`: from what is rolled up, and of what is not yet, from samples. A
    sample speaks for the time since the one before it in its stay, at most until a card without news is stale: as for a bucket.
-   A card after the other: SQLite has no other way to a time. #}
+   A card after the other: SQLite has no other way to a time. `found` has the same, not summed up. #}
 {% macro usage(figures, bucket_ms=0) -%}
 {% for level in pieces %}
 piece_{{ level }} (span, from_ms, to_ms) AS ({{ values(pieces[level]) }}),
 {% endfor %}
-usage AS (
+found AS (
 {% for level in pieces if level != "raw" %}
   SELECT p.span, s.tenancy_id{% if bucket_ms %}, s.bucket_ms / {{ bucket_ms }} * {{ bucket_ms }} AS bucket_ms{% endif %}
-    {{- summed(figures, of_buckets) }}
+    {{- each(figures, of_buckets) }}
   FROM (SELECT DISTINCT gpu_id FROM stay) AS card
   CROSS JOIN piece_{{ level }} AS p
   JOIN gpu_{{ level }} AS s ON s.gpu_id = card.gpu_id AND s.bucket_ms >= p.from_ms AND s.bucket_ms < p.to_ms
     AND s.bucket_ms >= {{ pieces[level][0][1] }} AND s.bucket_ms < {{ pieces[level][-1][2] }}
-  GROUP BY p.span, s.tenancy_id{% if bucket_ms %}, s.bucket_ms / {{ bucket_ms }} * {{ bucket_ms }}{% endif %}
-
   {% if not loop.last or "raw" in pieces %}
   UNION ALL
   {% endif %}
 {% endfor %}
 {% if "raw" in pieces %}
   SELECT p.span, s.tenancy_id{% if bucket_ms %}, s.sampled_at_ms / {{ bucket_ms }} * {{ bucket_ms }} AS bucket_ms{% endif %}
-    {{- summed(figures, of_samples) }}
+    {{- each(figures, of_samples) }}
   FROM (
     SELECT f.*, {{ least(greatest("f.sampled_at_ms - coalesce(f.before_ms, stay.first_ms)", 0), stale_ms) }} AS spoken_ms
       {%- if "memory_last" in figures %},
@@ -121,7 +123,7 @@ usage AS (
       {%- endif %}
 
     FROM (
-      SELECT found.*, lag(found.sampled_at_ms) OVER (PARTITION BY found.gpu_id, found.tenancy_id ORDER BY found.sampled_at_ms)
+      SELECT e.*, lag(e.sampled_at_ms) OVER (PARTITION BY e.gpu_id, e.tenancy_id ORDER BY e.sampled_at_ms)
         AS before_ms
       FROM (
         SELECT {{ sample_columns }}
@@ -140,14 +142,17 @@ usage AS (
         CROSS JOIN gpu_5m AS s
         WHERE s.gpu_id = card.gpu_id AND s.bucket_ms >= {{ tail_ms - stale_ms - 300000 }} AND s.bucket_ms < {{ tail_ms }}
           AND s.last_ms >= {{ tail_ms - stale_ms }}
-      ) AS found
+      ) AS e
     ) AS f
     JOIN stay ON stay.tenancy_id = f.tenancy_id
     WHERE f.is_sample IS NOT NULL AND f.sampled_at_ms >= {{ tail_ms }}
   ) AS s
   JOIN piece_raw AS p ON s.sampled_at_ms >= p.from_ms AND s.sampled_at_ms < p.to_ms
-  GROUP BY p.span, s.tenancy_id{% if bucket_ms %}, s.sampled_at_ms / {{ bucket_ms }} * {{ bucket_ms }}{% endif %}
-
 {% endif %}
+),
+usage AS (
+  SELECT span, tenancy_id{{ ", bucket_ms" if bucket_ms }}{{ summed(figures) }}
+  FROM found
+  GROUP BY span, tenancy_id{{ ", bucket_ms" if bucket_ms }}
 )
 {%- endmacro %}

@@ -17,24 +17,23 @@
 WITH {{ part.stays() }},
 {{ part.usage(["memory_max", "memory_total_max"], peak_ms) }},
 peak AS (
-  SELECT stay.cvm_id, stay.card_id, u.bucket_ms, max(u.memory_max) AS used, max(u.memory_total_max) AS total
-  FROM usage AS u JOIN stay ON stay.tenancy_id = u.tenancy_id
-  GROUP BY stay.cvm_id, stay.card_id, u.bucket_ms
+  SELECT stay.cvm_id, stay.card_id, f.bucket_ms, max(f.memory_max) AS used, max(f.memory_total_max) AS total
+  FROM found AS f JOIN stay ON stay.tenancy_id = f.tenancy_id
+  GROUP BY stay.cvm_id, stay.card_id, f.bucket_ms
 ),
 ranked AS (
-  SELECT cvm_id, card_id, used, total, row_number() OVER (PARTITION BY cvm_id, card_id ORDER BY used) AS nth,
-    count(*) OVER (PARTITION BY cvm_id, card_id) AS peaks
+  SELECT cvm_id, card_id, used, total, cume_dist() OVER (PARTITION BY cvm_id, card_id ORDER BY used) AS not_above
   FROM peak WHERE used IS NOT NULL
 ),
-found AS (
-  SELECT cvm_id, card_id, max(total) AS total, max(used) AS peak, min(CASE WHEN 100 * nth >= 95 * peaks THEN used END) AS p95
+reached AS (
+  SELECT cvm_id, card_id, max(total) AS total, max(used) AS peak, min(CASE WHEN not_above >= 0.95 THEN used END) AS p95
   FROM ranked GROUP BY cvm_id, card_id
 ),
 named AS (SELECT DISTINCT cvm_id, card_id, app_id, vm_id, vm_name, gpu FROM stay)
 SELECT n.app_id, n.vm_id, n.vm_name, n.gpu,
-  {{ part.gib("total") }} AS total_gib,
-  {{ part.gib("peak") }} AS peak_gib,
-  {{ part.gib("p95") }} AS p95_gib,
-  {{ part.percent("peak", "total") }} AS peak_pct
-FROM named AS n JOIN found AS f ON f.cvm_id = n.cvm_id AND f.card_id = n.card_id
-ORDER BY peak, n.gpu, n.vm_id
+  {{ part.gib("r.total") }} AS total_gib,
+  {{ part.gib("r.peak") }} AS peak_gib,
+  {{ part.gib("r.p95") }} AS p95_gib,
+  {{ part.percent("r.peak", "r.total") }} AS peak_pct
+FROM reached AS r JOIN named AS n ON n.cvm_id = r.cvm_id AND n.card_id = r.card_id
+ORDER BY r.peak, n.gpu, n.vm_id

@@ -38,7 +38,10 @@ ANY_VMM = ["--vmm", "unix:/run/nobody.sock"]
         ([*ANY_VMM, "--db", "sqlite:////no/such/folder/h.db"], "/no/such/folder/h.db: unable to open database file"),
         ([*ANY_VMM, "--db", "postgresql://u:secret@127.0.0.1:1/d"], "postgresql://u:***@127.0.0.1:1/d"),
         ([*ANY_VMM, "--interval", "-1"], "'-1' is not a number of seconds above 0"),
-        ([*ANY_VMM, "--interval", "0.9"], "--interval 0.9 is too short: at least 1, samples of a card that are nearer are taken"),
+        (
+            [*ANY_VMM, "--interval", "0.9"],
+            "--interval 0.9 is too short: at least 1, samples of a card that are nearer are taken",
+        ),
         ([*ANY_VMM, "--interval", "60", "--stale-after", "69"], "at least the interval + 10 s = 70"),
         ([*ANY_VMM, "--listen", "0.0.0.0:8080"], "0.0.0.0:8080 can be reached from elsewhere: give --token-file"),
         ([*ANY_VMM, "--token-file", "/no/such/file"], "'/no/such/file' does not exist"),
