@@ -54,6 +54,7 @@ from aggregator.batch import Batch, Memory
 from aggregator.bulk import LIMIT_WAITS, LOCK_WAIT_S
 from aggregator.catalogue import differences, put_back
 from aggregator.check import Condition
+from aggregator.comments import VIEWS, comments
 from aggregator.errors import DatabaseAway, QueryTooSlow, Unstorable
 from aggregator.rows import Cvm, Poll
 from aggregator.survey import read_condition
@@ -206,6 +207,8 @@ class Store:
                 ) from error
             missing = [difference for difference in differences(connection) if difference.can_be_put_back]
             put_back(connection, missing)
+            if connection.dialect.name == "postgresql":
+                _comment(connection)
             self._refuse_altered(connection)
             after = _revision(connection)
         if before != after:
@@ -620,6 +623,13 @@ class Reading:
         if time.monotonic() > self._deadline:
             raise QueryTooSlow
         return [{name: _plain(value) for name, value in row.items()} for row in self.connection.execute(query).mappings().all()]
+
+
+def _comment(connection: Connection) -> None:
+    look = inspect(connection)
+    there = [view for view in look.get_view_names() if view in VIEWS]
+    columns = {view: [str(column["name"]) for column in look.get_columns(view)] for view in there}
+    connection.exec_driver_sql("; ".join(comments(columns)).replace("%", "%%"))
 
 
 # Connections

@@ -9,12 +9,14 @@ import click
 from sqlalchemy import create_engine, inspect, text
 
 from aggregator.__main__ import cli as aggregator_cli
+from aggregator.comments import VIEWS, column_comment
 from aggregator.tables import metadata, sqlite_metadata
 from aggregator.views import view_queries
 from gpuwire.device import GAUGES
 from gpuwire.errors import TelemetryError
 from guest_agent.__main__ import cli as guest_agent_cli
 from host_proxy.__main__ import cli as host_proxy_cli
+from tests.aggregator.report_page import reports_page
 from tests.guest_agent.pages import dashboard_page, metrics_page
 
 ROOT = Path(__file__).parent.parent
@@ -103,8 +105,26 @@ def view_columns() -> dict[str, list[str]]:
         return {view: [column["name"] for column in columns.get_columns(view)] for view in view_queries("sqlite")}
 
 
+def views() -> str:
+    lines = ["# Views", "", "Made from the code by `make golden`.", "", VIEWS_INTRODUCTION]
+    for view, columns in view_columns().items():
+        lines += ["", f"## {view}", "", VIEWS[view], "", "| column | |", "| --- | --- |"]
+        lines += [f"| `{column}` | {column_comment(view, column)} |" for column in columns]
+    return "\n".join(lines) + "\n"
+
+
+VIEWS_INTRODUCTION = """\
+The same names and columns on SQLite and PostgreSQL; they gain columns, they never lose or move one. Timestamps are timestamptz on
+PostgreSQL and text on SQLite, UTC, `2026-11-30T14:00:00.000Z`, which sorts as time does: written so, with milliseconds, an instant
+means the same to both. On PostgreSQL `\\d+ v_gpu_samples` shows these words too. What to ask: [sql-cookbook.md](sql-cookbook.md);
+who may read: [operations.md](operations.md#roles-on-postgresql). `v_gpu_5m` and `v_gpu_1h` keep a histogram of utilization that
+holds time, a column for each 5 %; a percentile of it is right to 5 points."""
+
+
 GOLDEN: dict[Path, Callable[[], str]] = {
     ROOT / "docs/reference.md": reference,
+    ROOT / "docs/reports.md": reports_page,
+    ROOT / "docs/views.md": views,
     ROOT / "tests/guest_agent/golden/metrics.txt": lambda: metrics_page(""),
     ROOT / "tests/guest_agent/golden/metrics.openmetrics.txt": lambda: metrics_page("application/openmetrics-text"),
     ROOT / "tests/guest_agent/golden/dashboard.html": dashboard_page,
