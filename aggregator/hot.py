@@ -36,7 +36,7 @@ def move_step(connection: Connection, max_rows: int = STEP_ROWS) -> bool:
         through_rowid, through_gpu_id = min(last, first + MOVE_ROWS - 1), 0
     if through_gpu_id < (newest_gpu_id := connection.exec_driver_sql("SELECT max(gpu_id) FROM gpu").scalar_one()):
         # Cards have about as many rows each: guessing how many fit and counting takes less than to sort the rows by card.
-        guess = max(1, newest_gpu_id * max_rows * 9 // (10 * (through_rowid - first + 1)))
+        guess = max(1, newest_gpu_id * max_rows // (through_rowid - first + 1))
         cards = min(guess, newest_gpu_id - through_gpu_id)
         _move(connection, through_rowid, through_gpu_id, _last_card(connection, through_rowid, through_gpu_id, cards, max_rows))
         return True

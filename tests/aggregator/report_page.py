@@ -63,7 +63,8 @@ def reports_page() -> str:
 def _example(reading: Reading, report: Report, words: list[str]) -> list[str]:
     asked = read_parameters(report.model, {}, MultiDict([("since", "38h"), *(word.split("=") for word in words)]))
     flags = [
-        f"--time-zone {word.removeprefix('time_zone=')}" if word.startswith("time_zone=") else f"--where {word}" for word in words
+        f"--time-zone {word.removeprefix('time_zone=')}" if word.startswith("time_zone=") else f"--where {word}"
+        for word in words
     ]
     command = " ".join(["gpu-aggregator report", report.name, "--since 38h", *flags])
     found = run_report(reading, report, asked, EVERYTHING, END_MS)

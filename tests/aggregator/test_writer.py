@@ -140,6 +140,16 @@ async def test_burst_of_polls_goes_in_batches_and_in_order(url: str, spool: Path
     assert rows(url) == expected(5000)
 
 
+async def test_samples_that_the_database_has_already_are_counted(url: str, spool: Path) -> None:
+    async with writing(url, spool) as writer:
+        for later_ms in (0, 700, 2000):
+            one = poll(0)
+            sample = replace(one.samples[0], sampled_at_ms=one.samples[0].sampled_at_ms + later_ms)
+            writer.add(replace(one, polled_at_ms=one.polled_at_ms + later_ms, samples=(sample,)))
+        await until(lambda: writer.polls_written == 3)
+        assert (writer.rows_written, writer.samples_repeated) == (2, 1)
+
+
 async def test_what_is_queued_at_the_end_is_written(url: str, spool: Path) -> None:
     async with writing(url, spool) as writer:
         for turn in range(10):
