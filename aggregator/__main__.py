@@ -47,8 +47,8 @@ from aggregator.settings import (
 from aggregator.store import Store
 from aggregator.vmm_client import VmmConnections
 from gpuwire import service
-from gpuwire.address import Address
 from gpuwire.access import EVERYTHING
+from gpuwire.address import Address
 from gpuwire.display import aligned
 from gpuwire.errors import Malformed, NotRunning, StartError
 from gpuwire.schema import Unversioned

@@ -1,4 +1,4 @@
-"""What the views and their columns say: for docs/views.md, and for PostgreSQL, which shows it to whoever looks (`\\d+ view`). Pure."""
+"""What the views and their columns say: for docs/views.md, and for PostgreSQL, which shows it to whoever looks. Pure."""
 
 from __future__ import annotations
 
@@ -35,11 +35,12 @@ _COLUMNS = {
     "model": "The host's word for the card.",
     "cc_enabled": "Whether confidential computing is on; NULL where the guest does not say.",
     "cc_ready": "Whether the cards are ready for it; NULL where the guest does not say.",
-    "state": "ok; stale: its newest sample is old; silent: its CVM does not answer; contested: another CVM has the card that this one"
-    " claims; detached: its CVM answers without it.",
+    "state": "ok; stale: its newest sample is old; silent: its CVM does not answer; contested: another CVM has the card that"
+    " this one claims; detached: its CVM answers without it.",
     "first_seen": "First sample there.",
     "last_seen": "Last poll that found it there; may lag by a minute.",
-    "outcome": "ok, no_gpu, contested, nvml_error, schema_mismatch, unreachable, timeout, bad_reply, not_running or vmm_unreachable.",
+    "outcome": "ok, no_gpu, contested, nvml_error, schema_mismatch, unreachable, timeout, bad_reply, not_running or"
+    " vmm_unreachable.",
     "detail": "The reason, for people.",
     "schema_status": "How the guest's schema compares with ours: match, older, newer, drift, unversioned or unchecked.",
     "since": "First poll of the stretch.",
@@ -47,7 +48,8 @@ _COLUMNS = {
     "bucket": "Beginning of the bucket, UTC.",
     "bucket_ms": "The same in milliseconds since 1970.",
     "samples": "How many samples there are in it.",
-    "covered_ms": "For how long they speak: each for the time since the one before, at most until a card without news is stale.",
+    "covered_ms": "For how long they speak: each for the time since the one before, at most until a card without news is"
+    " stale.",
     "energy_uj": "Power over that time, in microjoules: 3.6e12 are a kWh. NULL where no power was read.",
 }
 _OF_BUCKETS = {"query_errors": "How many queries of the card failed, of all samples together."}

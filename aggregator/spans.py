@@ -1,5 +1,5 @@
-"""What goes on and what is new: stays of a card in a place, stretches of equal outcome of a CVM, times in which queries of a card
-fail. Pure; the store keeps them.
+"""What goes on and what is new: stays of a card in a place, stretches of equal outcome of a CVM, times in which queries of a
+card fail. Pure; the store keeps them.
 
 All are spans: they begin at one instant and reach to the last that confirmed them. A span goes on while its like is reported
 and nothing else was reported since; an instant that a span of its like already covers belongs to that span, so that a batch

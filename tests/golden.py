@@ -114,11 +114,12 @@ def views() -> str:
 
 
 VIEWS_INTRODUCTION = """\
-The same names and columns on SQLite and PostgreSQL; they gain columns, they never lose or move one. Timestamps are timestamptz on
-PostgreSQL and text on SQLite, UTC, `2026-11-30T14:00:00.000Z`, which sorts as time does: written so, with milliseconds, an instant
-means the same to both. On PostgreSQL `\\d+ v_gpu_samples` shows these words too. What to ask: [sql-cookbook.md](sql-cookbook.md);
-who may read: [operations.md](operations.md#roles-on-postgresql). `v_gpu_5m` and `v_gpu_1h` keep a histogram of utilization that
-holds time, a column for each 5 %; a percentile of it is right to 5 points."""
+The same names and columns on SQLite and PostgreSQL; they gain columns, they never lose or move one. Timestamps are
+timestamptz on PostgreSQL and text on SQLite, UTC, `2026-11-30T14:00:00.000Z`, which sorts as time does: written so,
+with milliseconds, an instant means the same to both. On PostgreSQL `\\d+ v_gpu_samples` shows these words too. What to
+ask: [sql-cookbook.md](sql-cookbook.md); who may read: [operations.md](operations.md#roles-on-postgresql). `v_gpu_5m`
+and `v_gpu_1h` keep a histogram of utilization that holds time, a column for each 5 %; a percentile of it is right to 5
+points."""
 
 
 GOLDEN: dict[Path, Callable[[], str]] = {

@@ -28,7 +28,7 @@ used AS (
   GROUP BY {{ key_names }}
 )
 SELECT {{ key_names }}, {{ "cards, " if by != "gpu" -}}
-  {{ part.ratio("energy_mj", 3600000000, 1000) }} AS estimated_kwh,
+  CAST((energy_mj + 1800000) / 3600000 AS double precision) / 1000 AS estimated_kwh,
   {{ part.hours("powered_ms") }} AS covered_h,
   {{ part.ratio("energy_mj", "powered_ms", 10) }} AS avg_w
 FROM used

@@ -1,5 +1,5 @@
-"""docs/sql-cookbook.md: each block runs, on each database that it is for, and answers what stands below it; so the answers there
-are of a fleet whose figures are known (story.py). The views say of each column what it is."""
+"""docs/sql-cookbook.md: each block runs, on each database that it is for, and answers what stands below it, of a fleet whose
+figures are known (story.py). The views say of each column what it is."""
 
 from __future__ import annotations
 
