@@ -28,7 +28,7 @@ demo: $(READY)
 	@$(BIN)/python -m demo
 
 test: $(READY)
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n auto --dist loadfile $(PYTEST_ARGS)
 
 soak: $(READY)
 	$(BIN)/python -m pytest -s -m soak tests/soak $(PYTEST_ARGS)

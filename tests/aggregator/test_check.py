@@ -112,7 +112,7 @@ def test_newer_schema_is_said_to_be_so(store: Store, engine: Engine) -> None:
 def test_rows_times_and_leases_are_told_by_resolution(store: Store, database_url: str, engine: Engine) -> None:
     start = now_ms() - HOUR_MS
     store.write(polls_of(Cvm("rack1", "vm-a"), start, 240))
-    until = now_ms() + 20 * S
+    until = now_ms() + 20 * 60 * S
     execute(
         engine,
         f"INSERT INTO lease VALUES ('history', 'host-1/77 boot started', {until})",
