@@ -184,7 +184,8 @@ def serve_command(interval: float, stale_after: float | None, **flags: Any) -> N
     """Poll the fleet and serve its page."""
     if interval < MIN_INTERVAL_S:
         raise click.UsageError(
-            f"--interval {interval:g} is too short: at least {MIN_INTERVAL_S:g}, samples of a card that are nearer are taken for one"
+            f"--interval {interval:g} is too short: at least {MIN_INTERVAL_S:g},"
+            " samples of a card that are nearer are taken for one"
         )
     if stale_after is None:
         stale_after = max(MIN_STALE_AFTER_S, 3 * interval)

@@ -9,6 +9,7 @@ from typing import Any
 
 from aggregator import scoped_queries as queries
 from aggregator.errors import Ambiguous, NotFound
+from aggregator.heatmap import read_heatmap
 from aggregator.history import HISTOGRAM_FIELD, HISTOGRAM_WITHIN, Subject, read_fleet, read_history
 from aggregator.parameters import (
     DAY_MS,
@@ -19,6 +20,7 @@ from aggregator.parameters import (
     Cvms,
     GpuHistory,
     Gpus,
+    Heatmap,
     OneCvm,
     OneGpu,
     PlaceHistory,
@@ -144,6 +146,29 @@ def summary(reading: Reading, scope: Scope, asked: Summary, now_ms: int) -> Answ
             },
         }
     )
+
+
+def heatmap(reading: Reading, scope: Scope, asked: Heatmap, now_ms: int) -> Answer:
+    start_ms, end_ms = asked.span(now_ms, DAY_MS)
+    chosen, resolution, cards = read_heatmap(reading, scope, start_ms, end_ms, asked.step)
+    cvms = reading.rows(queries.cvms_now(scope, now_ms - POLLED_WITHIN_MS))
+    reply = {
+        "start": rfc3339(chosen.start_ms),
+        "end": rfc3339(chosen.end_ms),
+        "step_s": chosen.step_ms // 1000,
+        "resolution": resolution,
+        "cvms": [
+            {
+                **_cvm(cvm, scope),
+                "cards": [
+                    {"age_s": max(0, now_ms - card.pop("sampled_at_ms")) / 1000, **card}
+                    for card in cards.get((cvm["vmm"], cvm["vm_id"]), [])
+                ],
+            }
+            for cvm in cvms
+        ],
+    }
+    return Answer(reply)
 
 
 # Parts

@@ -90,7 +90,7 @@ class Api:
         ours = request.path == OPENAPI or request.path.startswith("/api/") or request.path == "/api"
         scope = EVERYTHING
         try:
-            if request.path not in OPEN_PATHS:
+            if request.path not in OPEN_PATHS and not _is_page(request.path):
                 scope = self._scope(request)
             if scope.apps is not None and not ours:
                 raise Forbidden(request.path)
@@ -169,6 +169,11 @@ class Api:
             return await asyncio.get_running_loop().run_in_executor(self._threads, work)
         finally:
             self._slots.release()
+
+
+def _is_page(path: str) -> bool:
+    """The page has nothing of the fleet in it where tokens are asked for: it asks for one, and shows it to the API."""
+    return path == "/" or path.startswith("/static/")
 
 
 # Responses

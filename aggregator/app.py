@@ -11,7 +11,7 @@ from typing import Any
 
 from aiohttp import web
 
-from aggregator.api import Api
+from aggregator.api import Api, accepts_gzip
 from aggregator.calls import Slots
 from aggregator.errors import DatabaseAway
 from aggregator.fleet import Fleet
@@ -20,7 +20,7 @@ from aggregator.identity import Identity
 from aggregator.leases import HISTORY, Leases, this_process
 from aggregator.maintenance import Maintenance
 from aggregator.metrics import SelfMetrics
-from aggregator.page import render_fleet
+from aggregator.page import HEADERS, STATIC, render_fleet, render_shell
 from aggregator.poller import Shared
 from aggregator.settings import Settings, spool_folder
 from aggregator.store import Store
@@ -60,7 +60,7 @@ async def serve(settings: Settings, stop: asyncio.Event) -> None:
         await stack.enter_async_context(service.in_background(writer.run()))
         metrics = SelfMetrics(writer, maintenance)
         fleet_metrics = FleetMetrics(store, writer, settings.stale_after)
-        app = web_app(store, writer, metrics, fleet_metrics, settings.notice)
+        app = web_app(store, writer, metrics, fleet_metrics, settings.notice, open_data=tokens is None)
         Api(store, tokens).mount(app)
         await stack.enter_async_context(service.http_server(app, settings.listen, tls=tls))
         connections = VmmConnections()
@@ -84,8 +84,15 @@ def known_cards(store: Store) -> list[dict[str, Any]]:
 
 
 def web_app(
-    store: Store, writer: Writer, metrics: SelfMetrics, fleet_metrics: FleetMetrics, notice: str = ""
+    store: Store,
+    writer: Writer,
+    metrics: SelfMetrics,
+    fleet_metrics: FleetMetrics,
+    notice: str = "",
+    *,
+    open_data: bool = True,
 ) -> web.Application:
+    """Without `open_data` the page has none: it is for everybody, and asks for a token by itself."""
     # One at a time, for all who ask meanwhile: a page of thousands of cards takes seconds.
     thread = Worker("page")
     rendering: list[asyncio.Future[str]] = []
@@ -94,7 +101,10 @@ def web_app(
         cards, cvms, away = store.latest(), store.cvms(), dict(metrics.vmms_away)
         return render_fleet(cards, cvms, now_ms=_now_ms(), notice=notice, database_error=writer.database_error, vmms_away=away)
 
-    async def page(_request: web.Request) -> web.Response:
+    async def page(request: web.Request) -> web.Response:
+        # Another view, or only some of the cards: what is in the HTML would be something else.
+        if not open_data or request.query_string:
+            return html_response(render_shell(notice=notice if open_data else ""))
         if not rendering or rendering[0].done():
             rendering[:] = [thread.do(render)]
         try:
@@ -102,8 +112,12 @@ def web_app(
                 html = await asyncio.shield(rendering[0])
         except (DatabaseAway, TimeoutError) as error:
             reason = str(error) or f"{store.name} took longer than {PAGE_LIMIT_S:g} s"
-            return web.Response(status=503, text=f"{reason}\n")
-        return web.Response(text=html, content_type="text/html")
+            return html_response(render_shell(notice=notice, database_error=reason), status=503)
+        return html_response(html)
+
+    async def notices(_request: web.Request) -> web.Response:
+        said = {"notice": notice, "database": writer.database_error, "vmms_away": metrics.vmms_away}
+        return web.json_response(said, headers={"Cache-Control": "no-store"})
 
     async def close(_app: web.Application) -> None:
         thread.stop()
@@ -128,10 +142,36 @@ def web_app(
     app = service.new_app()
     app.on_cleanup.append(close)
     app.router.add_get("/", page)
+    app.router.add_get("/static/{version}/{name}", static_file)
+    app.router.add_get("/notices", notices)
     app.router.add_get("/metrics", own_metrics)
     app.router.add_get("/readyz", readyz)
     app.router.add_get("/healthz", healthz)
     return app
+
+
+def html_response(html: str, *, status: int = 200) -> web.Response:
+    response = web.Response(status=status, text=html, content_type="text/html", headers=HEADERS)
+    response.enable_compression()
+    return response
+
+
+async def static_file(request: web.Request) -> web.Response:
+    """A file of the page. One of another version is answered with ours, which is not to be kept: it stands in a page that an
+    aggregator of that version made."""
+    found = STATIC.by_name.get(request.match_info["name"])
+    if found is None:
+        raise web.HTTPNotFound
+    ours = request.match_info["version"] == STATIC.version
+    headers = {
+        **HEADERS,
+        "Cache-Control": "public, max-age=31536000, immutable" if ours else "no-store",
+        "Content-Type": f"{found.content_type}; charset=utf-8",
+        "Vary": "Accept-Encoding",
+    }
+    if accepts_gzip(request.headers.get("Accept-Encoding", "")):
+        return web.Response(body=found.packed, headers={**headers, "Content-Encoding": "gzip"})
+    return web.Response(body=found.plain, headers=headers)
 
 
 def _allow_many_sockets() -> None:

@@ -1,17 +1,70 @@
-"""The fleet's page: rows of the views in, HTML out. Pure."""
+"""The fleet's page: rows of the views in, HTML out; and the files that it is made of in a browser. Pure.
+
+The first view is in the HTML: figures, and as many cards and CVMs as one looks at. All the rest is fetched from /api/v1 by the
+modules in static/.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from importlib.resources import files
 from types import MappingProxyType
 from typing import Any
 
 from gpuwire.display import age, celsius, gib, percent, watts, yes_no
 from gpuwire.pages import templates
 
-REFRESH_S = 5
+SHOWN_AT_FIRST = 100
+BUSY_ABOVE = 5  # %, as in the reports
+
+# Nothing from elsewhere, nothing inline: what a guest calls itself cannot become a program even where escaping failed.
+HEADERS = MappingProxyType(
+    {
+        "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self';"
+        " connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+        "X-Content-Type-Options": "nosniff",
+        "Referrer-Policy": "no-referrer",
+        "Cache-Control": "no-store",
+    }
+)
+_CONTENT_TYPES = {"css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
 
 _templates = templates("aggregator", age, celsius, gib, percent, watts, yes_no)
+
+
+@dataclass(frozen=True, slots=True)
+class StaticFile:
+    content_type: str
+    plain: bytes
+    packed: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Static:
+    """`version` stands in the files' paths: it changes with any of them, so that a browser may keep each for ever."""
+
+    version: str
+    by_name: Mapping[str, StaticFile]
+
+
+def read_static() -> Static:
+    found = {}
+    whole = sha256()
+    for path in sorted(files("aggregator").joinpath("static").iterdir(), key=lambda path: path.name):
+        kind = _CONTENT_TYPES.get(path.name.rpartition(".")[2])
+        if kind is None:
+            continue
+        plain = path.read_bytes()
+        whole.update(path.name.encode() + b"\0" + plain)
+        packer = zlib.compressobj(level=9, wbits=31)
+        found[path.name] = StaticFile(kind, plain, packer.compress(plain) + packer.flush())
+    return Static(whole.hexdigest()[:16], found)
+
+
+STATIC = read_static()
 
 
 def render_fleet(
@@ -25,12 +78,48 @@ def render_fleet(
 ) -> str:
     """`cards` are rows of v_gpu_latest, `cvms` every CVM with its latest outcome; `notice` is the operator's own line;
     `vmms_away` says of each VMM whose list cannot be had why."""
+    troubled = sorted(cvms, key=lambda cvm: cvm["outcome"] in ("ok", "no_gpu"))
+    overview = {
+        "figures": figures(cards),
+        "cards": cards[:SHOWN_AT_FIRST],
+        "known_cards": len(cards),
+        "cvms": troubled[:SHOWN_AT_FIRST],
+        "known_cvms": len(cvms),
+    }
+    return _render(overview, now_ms=now_ms, notice=notice, database_error=database_error, vmms_away=vmms_away)
+
+
+def render_shell(*, notice: str = "", database_error: str = "") -> str:
+    """The page without any data of the fleet: for who has not shown a token, for another view, while the database is away."""
+    return _render(None, now_ms=0, notice=notice, database_error=database_error, vmms_away={})
+
+
+def _render(overview: Mapping[str, Any] | None, **values: Any) -> str:
     return _templates.get_template("fleet.html").render(
-        cards=cards,
-        cvms=cvms,
-        now_ms=now_ms,
-        database_error=database_error,
-        vmms_away=vmms_away,
-        refresh_s=REFRESH_S,
-        notice=notice,
+        overview=overview,
+        version=STATIC.version,
+        modules=[name for name in STATIC.by_name if name.endswith(".js") and name != "app.js"],
+        **values,
     )
+
+
+def figures(cards: Sequence[Mapping[str, Any]]) -> list[tuple[str, int, bool]]:
+    """What stands on top, how many, and whether it is trouble; as static/fleet.js counts them."""
+
+    def count(of: Callable[[Mapping[str, Any]], bool]) -> int:
+        return sum(1 for card in cards if of(card))
+
+    def known(card: Mapping[str, Any]) -> bool:
+        return card["state"] == "ok" and card["utilization_gpu"] is not None
+
+    states = {state: count(lambda card, state=state: card["state"] == state) for state in ("stale", "silent", "contested")}  # type: ignore[misc]
+    not_ready = count(lambda card: card["cc_ready"] is False and card["state"] != "detached")
+    return [
+        ("cards", count(lambda card: card["state"] != "detached"), False),
+        ("busy", count(lambda card: known(card) and card["utilization_gpu"] > BUSY_ABOVE), False),
+        ("idle", count(lambda card: known(card) and card["utilization_gpu"] <= BUSY_ABOVE), False),
+        ("stale", states["stale"], states["stale"] > 0),
+        ("silent", states["silent"], states["silent"] > 0),
+        ("CC not ready", not_ready, not_ready > 0),
+        ("contested", states["contested"], states["contested"] > 0),
+    ]

@@ -316,6 +316,18 @@ class Summary(_Range):
     )
 
 
+class Heatmap(_Range):
+    start: Time | None = Field(
+        None, description="From when on; a day before `end` when left out.", examples=["2026-11-29T14:00:00Z"]
+    )
+    step: Step | None = Field(
+        None,
+        description="Width of a part, such as 15m or 1h. Left out, the least round one from 15m on that leaves an answer that a"
+        " browser draws at once. Raised to a multiple of the resolution that serves the question.",
+        examples=["15m"],
+    )
+
+
 class Export(_Range):
     start: Time = Field(description="From when on.", examples=["2026-11-30T13:00:00Z", "1796043600"])
     format: Format = Field(FORMATS[0], description="A line a sample: with commas, or a JSON object.")

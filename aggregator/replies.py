@@ -207,6 +207,40 @@ class Over(Reply):
     energy_kwh: float | None = Field(description="Power over that time.")
 
 
+class HeatCard(Reply):
+    uuid: str | None = Field(description="Null while the card is known by its place only.", examples=[EXAMPLE_UUID])
+    bdf: str | None = Field(description="PCI address in the guest.", examples=["0000:01:00.0"])
+    host_bdf: str | None = Field(description="PCI address on the host, where it is known.", examples=["0000:19:00.0"])
+    host_bdf_source: str | None = Field(description="How it is known.", examples=["topology"])
+    model: str | None
+    state: Literal[STATES]  # type: ignore[valid-type]
+    age_s: float = Field(description="Age of the latest sample.", ge=0)
+    utilization_gpu: int | None = Field(description="Of the latest sample, as what follows.")
+    memory_used_bytes: int | None
+    memory_total_bytes: int | None
+    temperature_c: int | None
+    power_usage_mw: int | None
+    query_errors: int
+    utilization_gpu_avg: list[int | None] = Field(
+        description="Mean of each part of the range, whichever CVM the card was in; null where nothing is known."
+    )
+
+
+class HeatCvm(Cvm):
+    cards: list[HeatCard] = Field(description="Cards whose latest sample is from it.")
+
+
+class Heatmap(Reply):
+    """Every card with its utilization over a time. Parts are aligned to the epoch, in UTC; the range is widened to whole
+    ones."""
+
+    start: str = _time("Beginning of the first part.")
+    end: str = _time("End of the last part.")
+    step_s: int = Field(ge=1)
+    resolution: Literal["raw", "5m", "1h"] = Field(description="What served it; what is not rolled up yet comes from raw.")
+    cvms: list[HeatCvm] = Field(description="CVMs that were polled within the last 2 hours or have a card, by VMM and name.")
+
+
 class Summary(Reply):
     """The fleet in figures, or the token's apps."""
 

@@ -81,6 +81,13 @@ ROUTES: tuple[Route, ...] = (
         (NotFound, Ambiguous),
     ),
     Route("/summary", "The fleet in figures.", parameters.Summary, replies.Summary, answers.summary),
+    Route(
+        "/heatmap",
+        "Every card as it is now, with its utilization over a time, by VMM and CVM.",
+        parameters.Heatmap,
+        replies.Heatmap,
+        answers.heatmap,
+    ),
     Route("/reports", "Which reports there are.", parameters.Nothing, reports.Reports, reports.list_reports),
     Route(
         "/reports/{name}",

@@ -93,6 +93,47 @@ def latest_page(
     ).columns(cc_enabled=Boolean, cc_ready=Boolean)
 
 
+# Columns of `latest_of_all`. A mean may be of rows of several numbers: of a card, and of the places that became it.
+LATEST_OF_ALL = (
+    "card_id",
+    *("vmm", "vm_id", "uuid", "bdf", "host_bdf", "host_bdf_source", "model", "state", "sampled_at_ms"),
+    *("utilization_gpu", "memory_used_bytes", "memory_total_bytes", "temperature_c", "power_usage_mw", "query_errors"),
+)
+
+
+def latest_of_all(dialect: str, scope: Scope) -> TextClause:
+    """LATEST_OF_ALL of every card, by VMM, CVM and host address."""
+    view = view_queries(dialect)["v_gpu_latest"].replace("SELECT", "SELECT kept_under.card_id,", 1)
+    where = Where(scope, "latest.app_id")
+    return where.of(f"""
+        SELECT {", ".join(f"latest.{name}" for name in LATEST_OF_ALL)} FROM ({view}) AS latest WHERE {where}
+        ORDER BY latest.vmm, latest.vm_id, latest.host_bdf, latest.bdf, latest.card_id""")
+
+
+def numbers_of_cards(where: Where) -> str:
+    """SELECT of gpu_id and card_id of those with such stays; its values are bound by `where`."""
+    return f"SELECT DISTINCT t.gpu_id, kept_under.card_id FROM {_STAYS} WHERE {where}"
+
+
+def numbers_of_stays(where: Where) -> str:
+    return f"SELECT t.tenancy_id FROM {_STAYS} WHERE {where}"
+
+
+def cvms_now(scope: Scope, since_ms: int) -> TextualSelect:
+    """CVMs that were polled since then or have a card, with their latest stretch; by VMM, name and id."""
+    where = Where(scope).add("(s.until_ms >= :since OR cards.gpus > 0)", since=since_ms)
+    return where.of(f"""
+        SELECT {_CVM_COLUMNS}, {_STRETCH_COLUMNS}, coalesce(cards.gpus, 0) AS gpus
+        FROM cvm LEFT JOIN cvm_state AS s ON s.state_id = cvm.state_id
+        LEFT JOIN (
+            SELECT t.cvm_id, count(*) AS gpus FROM gpu_latest AS g
+            JOIN tenancy AS t ON t.gpu_id = g.gpu_id AND t.tenancy_id = g.tenancy_id GROUP BY t.cvm_id
+        ) AS cards ON cards.cvm_id = cvm.cvm_id
+        WHERE {where} ORDER BY cvm.vmm, coalesce(cvm.vm_name, cvm.vm_id), cvm.vm_id""").columns(
+        cc_enabled=Boolean, cc_ready=Boolean
+    )
+
+
 def cvm_page(scope: Scope, filters: Mapping[str, Any], after: tuple[str | int, ...] | None, limit: int) -> TextualSelect:
     """CVMs by VMM and id, with their latest stretch."""
     where = Where(scope).equal("cvm", filters)

@@ -1,11 +1,20 @@
-"""Pictures of the pages for the docs: `make screenshots` takes them in a real Chromium."""
+"""Pictures of the pages for the docs: `make screenshots` takes them in a real Chromium; the fleet is one that is told here."""
 
 from __future__ import annotations
 
 import shutil
 import sys
+import tempfile
+import time
+from contextlib import closing
+from pathlib import Path
 
+from playwright.sync_api import Browser, expect
+
+from aggregator.store import Store
 from tests.browser.chromium import chromium
+from tests.browser.fleet_server import serving
+from tests.browser.fleets import MOVED, tell_small
 from tests.golden import ROOT
 from tests.guest_agent.pages import dashboard_page
 
@@ -14,6 +23,13 @@ IMAGES = ROOT / "docs/images"
 PICTURES = (
     ("dashboard.png", dashboard_page, 960, "light"),
     ("dashboard-phone-dark.png", dashboard_page, 360, "dark"),
+)
+# File, what the URL asks, width, colour scheme.
+FLEET_PICTURES = (
+    ("fleet.png", "", 1280, "light"),
+    ("fleet-phone-dark.png", "", 360, "dark"),
+    ("card-dark.png", f"?view=card&uuid={MOVED}", 1280, "dark"),
+    ("report.png", "?view=reports&report=utilization&since=24h&by=cvm", 1280, "light"),
 )
 
 
@@ -32,7 +48,27 @@ def main() -> int:
             page.screenshot(path=IMAGES / name, full_page=True)
             context.close()
             print(f"docs/images/{name}")
+        take_fleet(browser)
     return 0
+
+
+def take_fleet(browser: Browser) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        database = f"sqlite:///{folder}/history.db"
+        with closing(Store(database, max_lag_s=0)) as store:
+            store.require_current()
+            tell_small(store, time.time_ns() // 1_000_000, hostile=False)
+        with serving(database, Path(folder) / "spool") as fleet:
+            for name, asked, width, scheme in FLEET_PICTURES:
+                context = browser.new_context(
+                    viewport={"width": width, "height": 800}, color_scheme="dark" if scheme == "dark" else "light"
+                )
+                page = context.new_page()
+                page.goto(fleet.url + asked)
+                expect(page.locator("#fresh")).to_contain_text("as of", timeout=15_000)
+                page.screenshot(path=IMAGES / name, full_page=True)
+                context.close()
+                print(f"docs/images/{name}")
 
 
 if __name__ == "__main__":

@@ -153,6 +153,7 @@ async def everything(client: Client, token: str) -> dict[str, tuple[int, Any]]:
         asked += [(f"/gpus/{uuid}", {}), (f"/gpus/{uuid}/history", {**RANGE, "agg": "avg,last,count"})]
         asked += [(f"/gpus/{uuid}/history", {**RANGE, "agg": "p50"}), (f"/gpus/{uuid}/history", {**RANGE, "step": "1h"})]
         asked += [("/export", {"start": "0", "format": "ndjson", "uuid": uuid})]
+    asked += [("/heatmap", {}), ("/heatmap", {**RANGE, "step": "5m"})]
     asked.append(("/reports", {}))
     for name, report in reports().items():
         since = {"since": "0"} if "by" not in report.parameters else {"since": "1h"}
@@ -295,7 +296,7 @@ async def test_what_is_wrong_with_the_database_is_not_for_every_token(token_file
 async def test_pages_of_the_whole_fleet_are_for_who_may_see_it(short_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
     (short_dir / "tokens").write_text(TOKENS)
     async with FakeVmm().serving(short_dir / "vmm.sock"), aggregator(short_dir, token_file=short_dir / "tokens") as client:
-        for target in ("/", "/metrics", "/readyz"):
+        for target in ("/notices", "/metrics", "/readyz"):
             status, body = await client.get(target, **bearer("a-token"))
             assert (status, json.loads(body)["code"]) == (403, "forbidden")
             assert (await client.get(target, **bearer("all-2")))[0] == 200

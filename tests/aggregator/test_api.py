@@ -21,6 +21,7 @@ from aggregator import parameters, replies
 from aggregator.answers import Answer
 from aggregator.api import THREADS, Api, accepts_gzip
 from aggregator.errors import QueryTooSlow
+from aggregator.heatmap import choose_step
 from aggregator.parameters import rfc3339
 from aggregator.routes import ROUTES, Route
 from aggregator.rows import Poll, Sample
@@ -82,6 +83,7 @@ async def test_every_answer_has_the_shape_that_openapi_says(filled: Store) -> No
         "/cvms": [{}, {"limit": "2"}],
         "/cvms/{vm_id}": [{}],
         "/summary": [{}, {"start": str(T0 // 1000)}],
+        "/heatmap": [{}, {"start": str(T0 // 1000), "step": "5m"}],
         "/reports": [{}],
         "/reports/{name}": [{}, {"since": "30m", "time_zone": "Europe/Berlin"}],
     }
@@ -166,6 +168,43 @@ async def test_pages_of_cvms_hold_each_once(filled: Store) -> None:
         assert seen == sorted((cvm.vmm, cvm.vm_id) for cvm in CVMS)
         only = await client.ok("/api/v1/cvms", {"vmm": "rack2", "app_id": "app-b"})
         assert [(cvm["vmm"], cvm["vm_id"]) for cvm in only["cvms"]] == [("rack2", "gpu-1")]
+
+
+@pytest.mark.parametrize("step", [5 * M, 15 * M, H])
+@pytest.mark.parametrize("rolled", ["not", "in part", "all"])
+async def test_the_heat_map_has_the_mean_of_each_part_whatever_serves_it(
+    filled: Store, database_url: str, rolled: str, step: int
+) -> None:
+    samples = all_samples(database_url)
+    latest = ask_database(database_url, "SELECT uuid, vmm, vm_id, state FROM v_gpu_latest")
+    if rolled != "not":
+        roll_up(filled, END if rolled == "all" else T0 + 17 * M)
+    async with serving(filled, END) as client:
+        found = await client.ok("/api/v1/heatmap", {"start": str((T0 + 3 * M) // 1000), "step": f"{step // S}s"})
+    start, end = (parameters.parse_time(found[name]) for name in ("start", "end"))
+    assert (start, end, found["step_s"]) == (T0, -(-END // step) * step, step // S)
+    cards = {card["uuid"]: (cvm, card) for cvm in found["cvms"] for card in cvm["cards"] if card["uuid"]}
+    assert {(uuid, cvm["vmm"], cvm["vm_id"], card["state"]) for uuid, (cvm, card) in cards.items()} == {
+        (row["uuid"], row["vmm"], row["vm_id"], row["state"]) for row in latest if row["uuid"]
+    }
+    assert {(cvm["vmm"], cvm["vm_id"]) for cvm in found["cvms"]} == {(cvm.vmm, cvm.vm_id) for cvm in CVMS}
+    for uuid, (_, card) in cards.items():
+        own = [sample for sample in samples if sample["uuid"] == uuid]
+        for number, value in enumerate(card["utilization_gpu_avg"]):
+            within = [s for s in own if start + number * step <= s["sampled_at_ms"] < start + (number + 1) * step]
+            known = [s["utilization_gpu"] for s in within if s["utilization_gpu"] is not None]
+            assert value == (round(sum(known) / len(known)) if known else None)
+        assert len(card["utilization_gpu_avg"]) == (end - start) // step
+
+
+async def test_the_heat_map_is_as_fine_as_the_fleet_is_small_and_refuses_what_no_browser_draws(filled: Store) -> None:
+    chosen = [choose_step(T0, T0 + 24 * H, cards, None) // M for cards in (0, 100, 1000, 5000, 10**6)]
+    assert chosen == [15, 15, 15, 60, 364 * 1440]
+    async with serving(filled, END) as client:
+        assert (await client.ok("/api/v1/heatmap"))["step_s"] == 900
+        status, problem = await client.get("/api/v1/heatmap", {"start": "0", "step": "1s"})
+    assert (status, problem["code"]) == (400, "malformed")
+    assert "'1s' makes" in problem["detail"]
 
 
 async def test_one_card_says_where_it_was(store: Store) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import re
 import sqlite3
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, closing
@@ -14,6 +16,7 @@ import aiohttp
 import pytest
 
 from aggregator.app import serve
+from aggregator.page import STATIC
 from aggregator.settings import PollSettings, Settings, Vmm
 from gpuwire.address import TcpAddress, UnixAddress
 from gpuwire.device import GpuDevice, GpuSnapshot
@@ -141,10 +144,45 @@ async def test_while_the_database_is_locked_it_is_the_database_that_is_named_and
 async def test_a_token_is_asked_for_and_health_is_not_secret(short_dir: Path) -> None:
     (short_dir / "tokens").write_text("a-secret\n")
     async with FakeVmm().serving(short_dir / "vmm.sock"), aggregator(short_dir, token_file=short_dir / "tokens") as client:
-        for target in ("/", "/metrics", "/readyz"):
+        for target in ("/notices", "/metrics", "/readyz", "/api/v1/heatmap"):
             assert (await client.get(target))[0] == 401
             assert (await client.get(target, Authorization="Bearer a-secret"))[0] == 200
         assert (await client.get("/healthz"))[0] == 200
+
+
+async def test_the_page_is_for_everybody_and_has_nothing_of_the_fleet_where_tokens_are_asked_for(short_dir: Path) -> None:
+    (short_dir / "tokens").write_text("a-secret\n")
+    fleet = FakeVmm([Guest(running_vm("vm-1"), lambda: body_of(CARD))])
+    changes = {"token_file": short_dir / "tokens", "notice": "for us only"}
+    async with fleet.serving(short_dir / "vmm.sock"), aggregator(short_dir, **changes) as client:
+        async with asyncio.timeout(15):
+            while "rows_written_total 1" not in (await client.get("/metrics", Authorization="Bearer a-secret"))[1]:
+                await asyncio.sleep(0.05)
+        for target in ("/", "/?view=cvm&vm_id=vm-1"):
+            status, page = await client.get(target)
+            assert status == 200
+            assert not [word for word in ("vm-1", "GPU-1", "host-1", "for us only") if word in page.partition("<body>")[2]]
+        assert json.loads((await client.get("/notices", Authorization="Bearer a-secret"))[1])["notice"] == "for us only"
+
+
+async def test_files_of_the_page_are_kept_for_ever_and_those_of_another_version_are_not(short_dir: Path) -> None:
+    async with FakeVmm().serving(short_dir / "vmm.sock"), aggregator(short_dir) as client:
+        async with client.ask("/") as reply:
+            page = await reply.text()
+            assert "script-src 'self'" in reply.headers["Content-Security-Policy"]
+            assert "unsafe" not in reply.headers["Content-Security-Policy"]
+        paths = re.findall(r'(?:href|src)="(static/[^"]+)"', page)
+        assert len(paths) == len(STATIC.by_name)
+        for path in paths:
+            async with client.ask(f"/{path}") as reply:
+                assert reply.status == 200
+                assert "immutable" in reply.headers["Cache-Control"]
+                assert await reply.read() == STATIC.by_name[path.rpartition("/")[2]].plain
+                assert reply.headers["Content-Encoding"] == "gzip"
+            async with client.ask(f"/static/older/{path.rpartition('/')[2]}") as reply:
+                assert (reply.status, reply.headers["Cache-Control"]) == (200, "no-store")
+        for nothing in ("/static/older/passwd", "/static/older/../page.py", "/static/app.js", "/static/"):
+            assert (await client.get(nothing))[0] == 404
 
 
 async def test_what_the_database_knew_goes_on_after_a_restart(short_dir: Path) -> None:
@@ -168,11 +206,11 @@ async def test_after_a_restart_while_a_vmm_is_away_its_cvms_are_not_said_to_be_w
         await client.until("/metrics", 200, "gpu_aggregator_rows_written_total 1.0")
         assert "cannot be reached" not in (await client.get("/"))[1]
     async with aggregator(short_dir) as client:
-        page = await client.until("/", 200, '<td class="not-ok">vmm_unreachable</td>')
+        page = await client.until("/", 200, '<span class="not-ok">vmm_unreachable</span>')
         assert "name of vm-1" in page
         assert "app of vm-1" in page
         assert f"unix:{short_dir}/vmm.sock: Connection refused" in page
-        assert '<td class="ok">' not in page
+        assert '<span class="ok">' not in page
 
 
 @pytest.mark.parametrize("listed", [True, False])

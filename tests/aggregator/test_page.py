@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 
-from aggregator.page import render_fleet
+from aggregator.page import SHOWN_AT_FIRST, STATIC, figures, render_fleet, render_shell
 from gpuwire.device import GAUGES
 from gpuwire.display import age, celsius, gib, percent, watts, yes_no
 
@@ -74,8 +75,39 @@ def test_hostile_names_stay_text() -> None:
         database_error=hostile,
         vmms_away={hostile: hostile},
     )
-    assert "<script" not in page
+    assert page.count("<script") == 1, "our own"
     assert page.count("&lt;script&gt;") >= 10
+
+
+def test_figures_count_each_card_as_what_it_is() -> None:
+    def card(state: str, utilization: int | None, cc_ready: bool | None = True) -> dict[str, Any]:
+        return {**CARD, "state": state, "utilization_gpu": utilization, "cc_ready": cc_ready}
+
+    cards = [card("ok", 6), card("ok", 5), card("ok", 0, False), card("ok", None), card("stale", 90), card("silent", 90)]
+    cards += [card("contested", 1), card("detached", 90, False)]
+    found = {name: count for name, count, _ in figures(cards)}
+    assert found == {"cards": 7, "busy": 1, "idle": 2, "stale": 1, "silent": 1, "CC not ready": 1, "contested": 1}
+    assert [name for name, _, trouble in figures(cards) if trouble] == ["stale", "silent", "CC not ready", "contested"]
+    assert not any(trouble for _, _, trouble in figures([card("ok", 50)]))
+
+
+def test_the_first_view_has_as_many_rows_as_one_looks_at_and_cvms_in_trouble_first() -> None:
+    cvms = [{**CVM, "vm_name": f"fine-{number}"} for number in range(500)] + [{**CVM, "vm_name": "bad", "outcome": "timeout"}]
+    page = render_fleet([{**CARD, "uuid": f"GPU-{number}"} for number in range(1000)], cvms, now_ms=NOW_MS)
+    assert f"{SHOWN_AT_FIRST} of 1000 cards" in page
+    assert page.count("<tr>\n<td>") == 2 * SHOWN_AT_FIRST
+    assert page.index("bad") < page.index("fine-0")
+    assert len(page.encode()) < 200_000
+
+
+def test_nothing_of_the_page_is_from_elsewhere_or_inline() -> None:
+    pages = [render_fleet([CARD], [CVM], now_ms=NOW_MS), render_shell(notice="x", database_error="gone")]
+    for text in [*pages, *(file.plain.decode() for file in STATIC.by_name.values())]:
+        assert not re.findall(r"""(?:src|href|url\()\s*=?\s*["']?(?:https?:|//)""", text)
+        assert "innerHTML" not in text and "insertAdjacentHTML" not in text and "document.write" not in text
+    for page in pages:
+        assert not re.findall(r"<style|\sstyle=|\son[a-z]+=|<script(?![^>]*src=)", page)
+        assert not re.findall(r"""(?:src|href)="/""", page), "it would not work behind a path prefix"
 
 
 def test_a_vmm_that_is_away_is_said_with_the_reason() -> None:

@@ -1,0 +1,73 @@
+// What is known of the fleet: every card with its last day, kept up to date by the newest part of it.
+
+import { api } from "./api.js";
+
+// A card is busy above this utilization, in %, as in the reports.
+export const BUSY_ABOVE = 5;
+const WHOLE_AGAIN_MS = 10 * 60_000;
+
+export const keyOf = (card) => card.uuid ?? `${card.cvm.vmm}/${card.cvm.vm_id}/${card.bdf}`;
+
+export class Fleet {
+  constructor() {
+    this.cards = [];
+    this.cvms = [];
+    this.wholeAt = 0;
+  }
+
+  /** Raises Problem. */
+  async update() {
+    if (!this.wholeAt || Date.now() - this.wholeAt > WHOLE_AGAIN_MS) {
+      this.take(await api("heatmap"), []);
+      this.wholeAt = Date.now();
+      return;
+    }
+    const newest = await api("heatmap", { start: (this.endMs - this.stepMs) / 1000, step: this.stepMs / 1000 });
+    // After a long sleep of this tab there would be a hole.
+    if (newest.step_s * 1000 !== this.stepMs || Date.parse(newest.start) > this.endMs) {
+      this.wholeAt = 0;
+      return this.update();
+    }
+    this.take(newest, this.cards);
+  }
+
+  take(reply, before) {
+    const lines = new Map(before.map((card) => [keyOf(card), card.line]));
+    const startMs = Date.parse(reply.start), endMs = Date.parse(reply.end), stepMs = reply.step_s * 1000;
+    const width = before.length ? (this.endMs - this.startMs) / stepMs : (endMs - startMs) / stepMs;
+    const added = before.length ? Math.max(0, (endMs - this.endMs) / stepMs) : 0;
+    const keep = before.length ? width - (endMs - startMs) / stepMs : 0;
+    this.cvms = reply.cvms;
+    this.cards = reply.cvms.flatMap((cvm) => cvm.cards.map(({ utilization_gpu_avg: newest, ...card }) => {
+      card.cvm = cvm;
+      card.line = keep ? [...(lines.get(keyOf(card)) ?? Array(width).fill(null)).slice(added, added + keep), ...newest] : newest;
+      return card;
+    }));
+    this.stepMs = stepMs;
+    this.endMs = endMs;
+    this.startMs = endMs - width * stepMs;
+    this.resolution = before.length ? this.resolution : reply.resolution;
+  }
+}
+
+/** By the word in the URL: what a figure counts and a filter shows. */
+export const KINDS = {
+  busy: ["busy", (card) => card.state === "ok" && card.utilization_gpu > BUSY_ABOVE],
+  idle: ["idle", (card) => card.state === "ok" && card.utilization_gpu !== null && card.utilization_gpu <= BUSY_ABOVE],
+  stale: ["stale", (card) => card.state === "stale"],
+  silent: ["silent", (card) => card.state === "silent"],
+  cc: ["CC not ready", (card) => card.cvm.cc_ready === false && card.state !== "detached"],
+  contested: ["contested", (card) => card.state === "contested"],
+  detached: ["detached", (card) => card.state === "detached"],
+  ok: ["ok", (card) => card.state === "ok"],
+};
+
+/** Cards that the filters of the URL leave. */
+export function filtered(cards, asked) {
+  const words = (asked.q ?? "").toLowerCase().split(/\s+/).filter(Boolean);
+  const kind = KINDS[asked.state]?.[1] ?? (() => true);
+  return cards.filter((card) => kind(card) && (!asked.host || card.cvm.vmm === asked.host) && words.every((word) => matches(card, word)));
+}
+
+const matches = (card, word) =>
+  [card.uuid, card.bdf, card.host_bdf, card.model, card.cvm.vmm, card.cvm.vm_id, card.cvm.vm_name, card.cvm.app_id].some((value) => value?.toLowerCase().includes(word));
