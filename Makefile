@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+# Tests wait much: one process more than there are cores, a file of tests each at a time.
+TESTERS := $(shell expr $$(nproc) + 1)
 PROTOS := $(wildcard proto/gpuwire/pb/*.proto)
 
 .PHONY: help demo test soak check golden screenshots proto migration
@@ -28,7 +30,7 @@ demo: $(READY)
 	@$(BIN)/python -m demo
 
 test: $(READY)
-	$(BIN)/python -m pytest -n auto --dist loadfile $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(TESTERS) --dist loadfile $(PYTEST_ARGS)
 
 soak: $(READY)
 	$(BIN)/python -m pytest -s -m soak tests/soak $(PYTEST_ARGS)

@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 import click
 from multidict import MultiDict
 
-from aggregator.app import known_cards, serve
 from aggregator.calls import Slots
 from aggregator.check import as_json, as_text, problems
 from aggregator.errors import DatabaseAway, QueryTooSlow, Unstorable
@@ -199,6 +198,8 @@ def serve_command(interval: float, stale_after: float | None, **flags: Any) -> N
     own["retention"] = retention(*(flags.pop(f"retention_{name}") for name in ("raw", "5m", "1h")))
     settings = Settings(poll=poll_settings(**flags), interval=interval, stale_after=stale_after, tls=tls, **own)
     service.refuse_open_tcp("--listen", [settings.listen], settings.token_file)
+    from aggregator.app import serve  # noqa: PLC0415  half of a start's time, and no other command needs it
+
     service.run(lambda stop: serve(settings, stop))
 
 
@@ -373,7 +374,7 @@ async def poll_and_store(db: str, settings: PollSettings) -> Polled:
     with closing(Store(db)) as store:
         store.require_current()
         identity = Identity(DEFAULT_INTERVAL_S)
-        identity.remember(known_cards(store), time.time_ns() // 1_000_000, grace=False)
+        identity.remember(store.known_cards(), time.time_ns() // 1_000_000, grace=False)
         connections = VmmConnections()
         slots = Slots(settings.concurrency, settings.timeout)
         shared = Shared(settings, connections, slots, identity, SelfMetrics())

@@ -7,7 +7,6 @@ import resource
 import time
 from contextlib import AsyncExitStack
 from functools import partial
-from typing import Any
 
 from aiohttp import web
 
@@ -29,7 +28,6 @@ from aggregator.writer import Worker, Writer
 from gpuwire import service
 from gpuwire.access import Tokens, server_tls
 from gpuwire.address import TcpAddress
-from gpuwire.errors import StartError
 
 OPEN_FILES = 65_536
 PACKED_AT_ONCE = 2**20
@@ -48,7 +46,7 @@ async def serve(settings: Settings, stop: asyncio.Event) -> None:
         store.require_current(upgrade=settings.upgrade)
         store.set_stale_after(settings.stale_after)
         identity = Identity(settings.interval)
-        identity.remember(known_cards(store), _now_ms())
+        identity.remember(store.known_cards(), _now_ms())
         leases = Leases(store, identity, this_process())
         leases.want(HISTORY)
         # After the writer: a successor goes on from what is in the database.
@@ -73,14 +71,6 @@ async def serve(settings: Settings, stop: asyncio.Event) -> None:
         await stack.enter_async_context(service.in_background(Fleet(shared, leases, settings.interval, writer.add).run()))
         vmms = ",".join([*(vmm.name for vmm in settings.poll.vmms), *(["discovered"] if settings.poll.discover else [])])
         await service.serve_until(stop, f"listen={settings.listen} vmms={vmms} interval_s={settings.interval:g}")
-
-
-def known_cards(store: Store) -> list[dict[str, Any]]:
-    """For Identity.remember. Raises StartError."""
-    try:
-        return store.cards()
-    except DatabaseAway as error:
-        raise StartError(str(error)) from None
 
 
 def web_app(

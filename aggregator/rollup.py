@@ -320,8 +320,8 @@ def _from_samples(dialect: str, spans: Sequence[Span], *, late: bool) -> str:
     )
     hot = ""
     if dialect == "sqlite" and not late:
-        # All hot rows once, not once for each card.
-        hot = f"UNION ALL SELECT w.from_ms, {of_samples} FROM {HOT} AS s CROSS JOIN wanted AS w WHERE {within}"
+        # SQLite reads all hot rows once for this, into an index by card; in another order it would look at each for each card.
+        hot = f"UNION ALL SELECT w.from_ms, {of_samples} FROM {HOT} AS s JOIN wanted AS w ON {within}"
     spoken = f"{least}({greatest}(p.sampled_at_ms - coalesce(p.before_ms, t.first_seen_ms, p.sampled_at_ms), 0), :stale)"
     stored = ""
     if late:

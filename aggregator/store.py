@@ -183,8 +183,8 @@ class Store:
     # Starting
 
     def revision(self) -> str | None:
-        """The version of the schema in the database; None where there is none."""
-        with self._starting() as engine, engine.connect() as connection:
+        """The version of the schema in the database; None where there is none. It waits for no writer."""
+        with self._starting(writes=False) as engine, engine.connect() as connection:
             return _revision(connection)
 
     def upgrade(self) -> None:
@@ -466,6 +466,13 @@ class Store:
     def cards(self) -> list[dict[str, Any]]:
         """What identity.py has to remember of each card: see queries.CARDS."""
         return self._rows(queries.CARDS)
+
+    def known_cards(self) -> list[dict[str, Any]]:
+        """The same, for who starts: raises StartError."""
+        try:
+            return self.cards()
+        except DatabaseAway as error:
+            raise StartError(str(error)) from None
 
     def cards_of(self, vmms: Iterable[str]) -> list[dict[str, Any]]:
         """The same, of those that were reported last behind one of these VMMs."""

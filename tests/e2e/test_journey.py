@@ -201,7 +201,7 @@ def test_serving_keeps_a_history_and_shows_it(host: Host, database_url: str, sho
     assert "Made &lt;up&gt; &amp; shown" in page
     assert "0000:3b:00.0" in page
     assert "97 %" in page
-    assert re.search(r"unreachable</td>\s*<td>–</td>\s*<td><code>vm-away", page)
+    assert re.search(r'unreachable</span></td>\s*<td class="name">vm-away', page)
     states = rows(database_url, "SELECT uuid, state FROM v_gpu_latest ORDER BY uuid")
     assert [row["state"] for row in states] == ["ok", "ok", "silent"]
 
