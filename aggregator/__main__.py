@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import click
 from multidict import MultiDict
 
+from aggregator.app import serve
 from aggregator.calls import Slots
 from aggregator.check import as_json, as_text, problems
 from aggregator.errors import DatabaseAway, QueryTooSlow, Unstorable
@@ -198,8 +199,6 @@ def serve_command(interval: float, stale_after: float | None, **flags: Any) -> N
     own["retention"] = retention(*(flags.pop(f"retention_{name}") for name in ("raw", "5m", "1h")))
     settings = Settings(poll=poll_settings(**flags), interval=interval, stale_after=stale_after, tls=tls, **own)
     service.refuse_open_tcp("--listen", [settings.listen], settings.token_file)
-    from aggregator.app import serve  # noqa: PLC0415  half of a start's time, and no other command needs it
-
     service.run(lambda stop: serve(settings, stop))
 
 

@@ -16,15 +16,17 @@ from aggregator.errors import DatabaseAway
 from aggregator.fleet import Fleet
 from aggregator.fleet_metrics import FleetMetrics
 from aggregator.identity import Identity
-from aggregator.leases import HISTORY, Leases, this_process
+from aggregator.leases import Leases, this_process
 from aggregator.maintenance import Maintenance
 from aggregator.metrics import SelfMetrics
 from aggregator.page import HEADERS, STATIC, render_fleet, render_shell
 from aggregator.poller import Shared
 from aggregator.settings import Settings, spool_folder
 from aggregator.store import Store
+from aggregator.tables import HISTORY
+from aggregator.threads import Worker
 from aggregator.vmm_client import VmmConnections
-from aggregator.writer import Worker, Writer
+from aggregator.writer import Writer
 from gpuwire import service
 from gpuwire.access import Tokens, server_tls
 from gpuwire.address import TcpAddress

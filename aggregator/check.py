@@ -10,10 +10,9 @@ from typing import Any
 
 from aggregator.catalogue import Difference
 from aggregator.rollup import FIVE_MINUTES, LEVELS, SETTLED_AFTER_MS
+from aggregator.tables import HISTORY
 from gpuwire.display import ABSENT, age, aligned
 
-# The lease of who looks after the history; leases.py is above us.
-KEEPER = "history"
 MINUTE_MS, HOUR_MS, DAY_MS = 60_000, 3_600_000, 86_400_000
 # `serve` confirms each minute whom it polls, and rolls up every few minutes.
 UNPOLLED_MS = 10 * MINUTE_MS
@@ -220,7 +219,7 @@ def _of_the_history(condition: Condition) -> Iterator[str]:
         return
     if history.last_poll_ms is not None and now_ms - history.last_poll_ms > UNPOLLED_MS:
         yield f"the last poll was {age(history.last_poll_ms, now_ms)} ago: is gpu-aggregator serve running?"
-    keeper = next((lease for lease in history.leases if lease.name == KEEPER and lease.until_ms > now_ms), None)
+    keeper = next((lease for lease in history.leases if lease.name == HISTORY and lease.until_ms > now_ms), None)
     hint = (
         f", although {keeper.short_holder} looks after the history: see its log"
         if keeper

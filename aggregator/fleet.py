@@ -13,7 +13,7 @@ from aggregator.discover import is_alive, name_vmms, read_registrations, registr
 from aggregator.leases import Leases, vmm_lease
 from aggregator.poller import Poller, Shared, Sink
 from aggregator.settings import Vmm
-from aggregator.writer import Worker
+from aggregator.threads import Worker
 
 log = logging.getLogger(__name__)
 

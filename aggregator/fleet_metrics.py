@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
-from typing import Any, TypeVar, cast
+from collections.abc import Iterable, Mapping
+from functools import partial
+from typing import Any
 
 from aggregator.outcome import ANSWERED, NO_GPU, NVML_ERROR
 from aggregator.poller import HOUR_S
 from aggregator.store import Store
+from aggregator.threads import in_thread
 from aggregator.turns import MAX_BACKOFF_S
 from aggregator.writer import Writer
 from gpuwire.device import GAUGES
@@ -26,7 +26,6 @@ from gpuwire.errors import TelemetryError
 from gpuwire.metrics import CC_ENABLED, CC_READY, NVML_UP, QUERY_ERRORS, name_of
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
 
 # Columns of the rows, and the names of their labels.
 CVM_LABELS = {"vmm": "vmm", "vm_id": "vm_id", "vm_name": "vm_name", "app_id": "app_id"}
@@ -35,6 +34,7 @@ MEASURED = ("ok", "contested")
 # A card that its CVM has lost is worth knowing of, but not for as long as the CVM lives.
 CARD_KEPT_S = 86_400.0
 LIMIT_S = 2.0
+THREAD = "fleet metrics"
 
 _Row = Mapping[str, Any]
 # Label sets as they are written, and their values.
@@ -101,7 +101,7 @@ class FleetMetrics:
             return missing_page()
         now = asyncio.get_running_loop().time()
         if self._reading is None or self._reading.done():
-            self._reading, self._give_up_at = _in_thread(self._read), now + LIMIT_S
+            self._reading, self._give_up_at = in_thread(self._read, THREAD), now + LIMIT_S
         reading = self._reading
         await asyncio.wait({reading}, timeout=max(0.0, self._give_up_at - now))
         read = reading.result() if reading.done() else f"{self._store.name} took longer than {LIMIT_S:g} s"
@@ -112,7 +112,8 @@ class FleetMetrics:
         if isinstance(read, str):
             return missing_page()
         cards, cvms, now_ms = read
-        return await _in_thread(lambda: fleet_page(cards, cvms, now_ms=now_ms, stale_after_s=self._stale_after_s))
+        page = partial(fleet_page, cards, cvms, now_ms=now_ms, stale_after_s=self._stale_after_s)
+        return await in_thread(page, THREAD)
 
     def _read(self) -> _Read | str:
         """The rows and when they were read; or why they cannot be."""
@@ -125,33 +126,6 @@ class FleetMetrics:
 
 
 _Read = tuple[list[dict[str, Any]], list[dict[str, Any]], int]
-
-
-def _in_thread(function: Callable[[], T]) -> asyncio.Future[T]:
-    """What it returns or raises. The thread is its own: it neither waits for others nor keeps the program from ending."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[T] = loop.create_future()
-
-    def tell(result: T | None, error: Exception | None) -> None:
-        if future.done():
-            return
-        if error is None:
-            future.set_result(cast("T", result))
-        else:
-            future.set_exception(error)
-
-    def work() -> None:
-        result, failure = None, None
-        try:
-            result = function()
-        except Exception as error:
-            failure = error
-        # The loop is closed where the program did not wait for us.
-        with suppress(RuntimeError):
-            loop.call_soon_threadsafe(tell, result, failure)
-
-    threading.Thread(target=work, name="fleet metrics", daemon=True).start()
-    return future
 
 
 def _is_current(cvm: _Row, now_ms: int, stale_after_s: float) -> bool:

@@ -17,7 +17,7 @@ from typing import Any
 from sqlalchemy import text
 
 from aggregator.parameters import PERCENTILES, shown
-from aggregator.rollup import FIVE_MINUTES, HOUR, Progress, Span, fold_sql, read_progress, stale_after_ms
+from aggregator.rollup import FIVE_MINUTES, HOUR, Progress, Span, from_samples, read_progress, stale_after_ms
 from aggregator.scoped_queries import Where, rows_of, sample_sources
 from aggregator.store import Reading
 from aggregator.tables import UTILIZATION_BINS, UTILIZATION_BOUNDS, gpu_5m
@@ -355,8 +355,8 @@ class FoldedSamples:
         """To stand behind FROM, with `values` bound."""
         names = ", ".join(gpu_5m.c.keys())
         for first in range(0, len(spans), _SPANS_AT_ONCE):
-            select = fold_sql(self._reading.dialect, FIVE_MINUTES, spans[first : first + _SPANS_AT_ONCE], late=False)
-            yield f"(WITH folded ({names}) AS ({select.partition(chr(10))[2]}) SELECT * FROM folded)"
+            select = from_samples(self._reading.dialect, spans[first : first + _SPANS_AT_ONCE])
+            yield f"(WITH folded ({names}) AS ({select}) SELECT * FROM folded)"
 
 
 # The answer

@@ -28,7 +28,7 @@ from aggregator.errors import DatabaseAway, Unstorable
 from aggregator.identity import Identity
 from aggregator.rows import Cvm
 from aggregator.store import Leased, Store
-from aggregator.writer import Worker
+from aggregator.threads import Worker
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +36,6 @@ LEASE_S = 20.0
 RENEW_S = 5.0
 HEAR_S = 60.0
 CLOSE_WITHIN_S = 2.0
-HISTORY = "history"
 PROC = Path("/proc")
 _VMM = "vmm:"
 _HOLDER = re.compile(r"(\S+)/(\d+) (\S+) (\S+)")

@@ -293,14 +293,16 @@ def fold_sql(dialect: str, level: Level, spans: Sequence[Span], *, late: bool) -
     """The INSERT of the buckets of `level` within `spans`. With `late` the finer rows are not all that the buckets hold: they
     are added to what is stored.
 
-    For buckets of 5 minutes `:stale` is the time in ms for which a sample speaks at most, and `:kept_from` of raw.
+    For buckets of 5 minutes the values are those of `from_samples`.
     """
-    body = _from_samples(dialect, spans, late=late) if level is FIVE_MINUTES else _from_buckets(spans)
+    body = from_samples(dialect, spans, late=late) if level is FIVE_MINUTES else _from_buckets(spans)
     names = ", ".join(level.table.c.keys())
     return f"INSERT INTO {level.table.name} ({names})\n{body}{_added_to(dialect, level.table) if late else ''}"
 
 
-def _from_samples(dialect: str, spans: Sequence[Span], *, late: bool) -> str:
+def from_samples(dialect: str, spans: Sequence[Span], *, late: bool = False) -> str:
+    """The SELECT of buckets of 5 minutes within `spans`, in the columns of gpu_5m. `:stale` is the time in ms for which a
+    sample speaks at most, `:kept_from` is raw's."""
     width_ms = FIVE_MINUTES.width_ms
     least, greatest = ("min", "max") if dialect == "sqlite" else ("least", "greatest")
     gauges = [gauge.name for gauge in GAUGES]

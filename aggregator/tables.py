@@ -249,7 +249,8 @@ rollup_due = Table(
     sqlite_with_rowid=False,
 )
 
-# Who polls a VMM, and who looks after the history: for as long as `until_ms`, by the database's clock.
+# Who polls a VMM, and who looks after the history (the one named HISTORY): for as long as `until_ms`, by the database's clock.
+HISTORY = "history"
 lease = Table(
     "lease",
     metadata,

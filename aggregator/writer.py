@@ -14,21 +14,19 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from queue import SimpleQueue
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from aggregator.errors import DatabaseAway, SpoolFull, Unstorable
 from aggregator.rows import Poll
 from aggregator.spool import DEFAULT_MAX_BYTES, Mark, Spool
 from aggregator.store import Store
+from aggregator.threads import Worker
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -368,44 +366,3 @@ class Writer:
             log.info("spool takes polls again: dropped=%d", self._dropped["memory"])
         self.spool_error = ""
         return mark
-
-
-class Worker:
-    """A thread that does one thing after another. It does not keep the program from ending: what it waits for then is a
-    database that does not answer."""
-
-    def __init__(self, name: str) -> None:
-        self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        threading.Thread(target=self._work, name=name, daemon=True).start()
-
-    def do(self, function: Callable[..., T], *arguments: Any) -> asyncio.Future[T]:
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[T] = loop.create_future()
-
-        def tell(result: T | None, error: BaseException | None) -> None:
-            if future.done():
-                return
-            if error is None:
-                future.set_result(cast("T", result))
-            else:
-                future.set_exception(error)
-
-        def job() -> None:
-            result, failure = None, None
-            try:
-                result = function(*arguments)
-            except BaseException as error:
-                failure = error
-            # The loop is closed where the program did not wait for us.
-            with suppress(RuntimeError):
-                loop.call_soon_threadsafe(tell, result, failure)
-
-        self._jobs.put(job)
-        return future
-
-    def stop(self) -> None:
-        self._jobs.put(None)
-
-    def _work(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            job()
