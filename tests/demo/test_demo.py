@@ -87,7 +87,7 @@ def test_the_demo_shows_live_figures_and_ends_on_ctrl_c(demo: tuple[subprocess.P
 
     process.send_signal(signal.SIGINT)
     assert process.wait(20) == 0
-    assert [child for child in children if child.is_running()] == []
+    assert psutil.wait_procs(children, 10)[1] == []
 
 
 def run_as_printed(command: str, folder: Path) -> str:

@@ -156,4 +156,4 @@ def test_no_collector_outlives_the_agent(tmp_path: Path) -> None:
         it.gpu_info()
         children = it.process.children(recursive=True)
         assert children
-    assert [child for child in children if child.is_running()] == []
+    assert psutil.wait_procs(children, 10)[1] == []
