@@ -42,10 +42,19 @@ _STAY = ("vmm", "vm_id", "vm_name", "app_id", "instance_id", "uuid", "bdf", "hos
 
 
 @dataclass(frozen=True, slots=True)
+class Text:
+    """An answer that is no JSON. `file_name`: what it is to be saved as; empty: it is to be looked at."""
+
+    media: str
+    text: str
+    file_name: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Answer:
     """`max_age_s`: for how long who asked may keep it; 0: not at all."""
 
-    reply: dict[str, Any]
+    reply: dict[str, Any] | Text
     max_age_s: int = 0
 
 
@@ -86,7 +95,7 @@ def place_history(reading: Reading, scope: Scope, asked: PlaceHistory, now_ms: i
         place = f"{asked.host_bdf} of VMM {shown(asked.vmm or '')}"
     else:
         cvm = _find_cvm(reading, scope, asked.vm_id or "", asked.vmm)
-        where.equal("cvm", {"cvm_id": cvm["cvm_id"]}).equal("t", {"bdf": asked.bdf})
+        where.equal("cvm", {"vmm": cvm["vmm"], "vm_id": cvm["vm_id"]}).equal("t", {"bdf": asked.bdf})
         place = f"{asked.bdf} of CVM {shown(asked.vm_id or '')}"
     stays = reading.rows(queries.stays(where))
     if not stays:
@@ -99,13 +108,13 @@ def cvms(reading: Reading, scope: Scope, asked: Cvms, now_ms: int) -> Answer:  #
     after = asked.cursor.key if asked.cursor else None
     found = reading.rows(queries.cvm_page(scope, filters, after, asked.limit + 1))
     page, more = found[: asked.limit], len(found) > asked.limit
-    cursor = Cursor((page[-1]["vmm"], page[-1]["vm_id"])) if more else None
+    cursor = Cursor((page[-1]["vmm"], page[-1]["vm_id"], page[-1]["cvm_id"])) if more else None
     return Answer({"cvms": [_cvm(row, scope) for row in page], "next_cursor": str(cursor) if cursor else None})
 
 
 def one_cvm(reading: Reading, scope: Scope, asked: OneCvm, now_ms: int) -> Answer:
     found = _find_cvm(reading, scope, asked.vm_id, asked.vmm)
-    place = {"vmm": found["vmm"], "vm_id": found["vm_id"]}
+    place = {"vmm": found["vmm"], "vm_id": found["vm_id"], "app_id": found["app_id"]}
     cards = reading.rows(queries.latest_page(reading.dialect, scope, place, None, MAX_LIMIT))
     stretches = reading.rows(queries.stretches(scope, found["cvm_id"], MAX_STRETCHES))
     return Answer(
@@ -162,7 +171,7 @@ def heatmap(reading: Reading, scope: Scope, asked: Heatmap, now_ms: int) -> Answ
                 **_cvm(cvm, scope),
                 "cards": [
                     {"age_s": max(0, now_ms - card.pop("sampled_at_ms")) / 1000, **card}
-                    for card in cards.get((cvm["vmm"], cvm["vm_id"]), [])
+                    for card in cards.get((cvm["vmm"], cvm["vm_id"], cvm["app_id"]), [])
                 ],
             }
             for cvm in cvms
@@ -183,13 +192,15 @@ def _stays_of_card(reading: Reading, scope: Scope, uuid: str) -> list[dict[str, 
 
 
 def _find_cvm(reading: Reading, scope: Scope, vm_id: str, vmm: str | None) -> dict[str, Any]:
+    """The latest that has the id, where it was several apps' by turns."""
     found = reading.rows(queries.cvm_page(scope, {"vm_id": vm_id, "vmm": vmm}, None, MAX_LIMIT))
     if not found:
         raise NotFound(f"no CVM {shown(vm_id)} is known{'' if vmm is None else f' of VMM {shown(vmm)}'}")
-    if len(found) > 1:
-        names = ", ".join(shown(row["vmm"]) for row in found)
-        raise Ambiguous(f"vm_id {shown(vm_id)} is there behind {len(found)} VMMs; give vmm, one of {names}")
-    return found[0]
+    latest = {row["vmm"]: row for row in sorted(found, key=lambda row: row["until_ms"] or 0)}
+    if len(latest) > 1:
+        names = ", ".join(map(shown, sorted(latest)))
+        raise Ambiguous(f"vm_id {shown(vm_id)} is there behind {len(latest)} VMMs; give vmm, one of {names}")
+    return latest[found[0]["vmm"]]
 
 
 def _history(

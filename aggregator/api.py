@@ -19,8 +19,10 @@ from http import HTTPStatus
 from typing import Any, TypeVar
 
 from aiohttp import web
+from aiohttp.http_exceptions import BadHttpMethod, HttpProcessingError, LineTooLong
 from pydantic_core import to_json
 
+from aggregator.answers import Text
 from aggregator.errors import DatabaseAway, Forbidden, NotFound, QueryTooSlow, WrongMethod
 from aggregator.export import CONTENT_TYPES, export_chunks
 from aggregator.parameters import Export, Nothing, read_parameters
@@ -28,12 +30,15 @@ from aggregator.routes import EXPORT, OPENAPI, PREFIX, ROUTES, Route, openapi
 from aggregator.store import READ_LIMIT_S, Store
 from gpuwire import service
 from gpuwire.access import EVERYTHING, OPEN_PATHS, Scope, Tokens
-from gpuwire.errors import Saturated, TelemetryError
+from gpuwire.errors import Malformed, Saturated, TelemetryError
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 PROBLEM = "application/problem+json"
+METHODS = ("GET", "HEAD")
+# Of the first line, and of each header: aiohttp's own.
+MAX_LINE_BYTES = 8190
 THREADS = 4
 WAIT_S = 10.0
 # A client that takes nothing of an export for so long has left.
@@ -113,7 +118,7 @@ class Api:
             if not ours:
                 raise
             log.exception("request failed: path=%s", request.path)
-            return _problem(500, "internal", "a fault of this service, its log says more", {})
+            return _fault()
 
     async def _serve(self, route: Route, request: web.Request) -> web.Response:
         scope = self._scope(request)
@@ -124,8 +129,11 @@ class Api:
             assert route.answer is not None
             with self._store.reading(self._limit_s) as reading:
                 found = route.answer(reading, scope, asked, self._now_ms())
+            cache = f"private, max-age={found.max_age_s}" if found.max_age_s else "no-store"
+            if isinstance(found.reply, Text):
+                return _text_response(found.reply, packed, cache)
             body, is_packed = encode(found.reply, packed)
-            return _response(body, is_packed, f"private, max-age={found.max_age_s}" if found.max_age_s else "no-store")
+            return _response(body, is_packed, cache)
 
         return await self._in_thread(answer)
 
@@ -187,6 +195,23 @@ def problem(error: TelemetryError) -> web.Response:
     return _problem(error.status, error.word, str(error).removeprefix(f"{error.word}: "), headers)
 
 
+def refusal(_status: int, error: BaseException | None) -> web.Response:
+    """Of what comes to no route: it cannot be read, or this program failed."""
+    match error:
+        case BadHttpMethod():
+            return problem(WrongMethod(f"allowed: {', '.join(METHODS)}", headers={"Allow": ", ".join(METHODS)}))
+        case LineTooLong():
+            return problem(Malformed(f"its address or a header is too long; allowed: {MAX_LINE_BYTES:,} bytes each"))
+        case HttpProcessingError():
+            allowed = "HTTP/1.1 with at most 128 headers, its address in ASCII and all else in it written as %XX"
+            return problem(Malformed(f"this is no HTTP request; allowed: {allowed}"))
+    return _fault()
+
+
+def _fault() -> web.Response:
+    return _problem(500, "internal", "a fault of this service, its log says more", {})
+
+
 def _problem(status: int, code: str, detail: str, headers: Mapping[str, str]) -> web.Response:
     body = {"type": "about:blank", "title": HTTPStatus(status).phrase, "status": status, "detail": detail, "code": code}
     return web.Response(
@@ -197,8 +222,12 @@ def _problem(status: int, code: str, detail: str, headers: Mapping[str, str]) ->
 
 
 def encode(reply: Mapping[str, Any], packed: bool) -> tuple[bytes, bool]:
-    """JSON, and whether it is packed: a short one never is."""
-    body = to_json(reply)  # a fifth of json's time
+    """JSON, and whether it is packed."""
+    return pack(to_json(reply), packed)  # a fifth of json's time
+
+
+def pack(body: bytes, packed: bool) -> tuple[bytes, bool]:
+    """The body, and whether it is packed: a short one never is."""
     if not packed or len(body) < PACK_FROM_BYTES:
         return body, False
     packer = zlib.compressobj(level=PACK_LEVEL, wbits=31)
@@ -214,8 +243,16 @@ def accepts_gzip(header: str) -> bool:
     return False
 
 
-def _response(body: bytes, packed: bool, cache: str) -> web.Response:
-    return web.Response(body=body, headers={**_headers(packed, cache), "Content-Type": "application/json"})
+def _response(body: bytes, packed: bool, cache: str, content_type: str = "application/json") -> web.Response:
+    return web.Response(body=body, headers={**_headers(packed, cache), "Content-Type": content_type})
+
+
+def _text_response(text: Text, packed: bool, cache: str) -> web.Response:
+    body, is_packed = pack(text.text.encode(), packed)
+    response = _response(body, is_packed, cache, f"{text.media}; charset=utf-8")
+    if text.file_name:
+        response.headers["Content-Disposition"] = f'attachment; filename="{text.file_name}"'
+    return response
 
 
 def _headers(packed: bool, cache: str) -> dict[str, str]:

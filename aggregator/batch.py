@@ -17,7 +17,23 @@ from math import inf
 from operator import attrgetter, itemgetter
 from typing import Any, Generic
 
-from sqlalchemy import Column, Connection, Row, Table, and_, delete, exists, func, insert, literal, or_, select, tuple_, update
+from sqlalchemy import (
+    Column,
+    ColumnElement,
+    Connection,
+    Row,
+    Table,
+    and_,
+    delete,
+    exists,
+    func,
+    insert,
+    literal,
+    or_,
+    select,
+    tuple_,
+    update,
+)
 
 from aggregator.bulk import SAMPLE_COLUMNS, bulk_of, keep_latest
 from aggregator.outcome import CONTESTED, OK
@@ -87,7 +103,7 @@ class Behind:
 class Memory:
     """What the writer knows of the database from batch to batch, so that an ordinary batch reads nothing."""
 
-    cvms: dict[CvmKey, KnownCvm] = field(default_factory=dict)
+    cvms: dict[CvmKey, KnownCvm] = field(default_factory=dict)  # what has the id now
     cards: dict[str, KnownGpu] = field(default_factory=dict)
     places: dict[PlaceKey, KnownGpu] = field(default_factory=dict)  # the newest row of each place
     tracks: dict[SpanKey, Track[Any]] = field(default_factory=dict)
@@ -101,6 +117,8 @@ class Memory:
             known.clear()
 
 
+_NAMES = ("vm_name", "app_id", "instance_id", "guest_schema")
+_APP = _NAMES.index("app_id")
 _AT, _MEASURED = SAMPLE_COLUMNS.index("sampled_at_ms"), SAMPLE_COLUMNS.index("gpu_index")
 _SampleRow = tuple[Any, ...]
 _read_gauges = attrgetter(*(gauge.name for gauge in GAUGES))
@@ -219,7 +237,7 @@ class Batch:
             self._note_samples(poll, known.cvm_id)
         self._catch_up()
         self._flush_spans(round(self._lag_s * 1000))
-        self._update(cvm, ("cvm_id", "vm_name", "app_id", "instance_id", "guest_schema", "state_id"), self._cvm_rows())
+        self._update(cvm, ("cvm_id", *_NAMES, "state_id"), self._cvm_rows())
         self._update(gpu, ("gpu_id", "model"), sorted(self._models.items()))
         stored = 0
         if rows := [row for _, rows in sorted(self._samples.items()) for row in _in_time(rows)]:
@@ -600,31 +618,55 @@ class Batch:
             self._bulk.insert_missing(cvm, ("vmm", "vm_id"), new)
             self._load_cvms(new)
             self._reserve(cvm_state.c.state_id, len(new))
-        met = [self._known.cvms[key] for key in keys]
-        for poll, known in zip(polls, met, strict=True):
-            given = (poll.cvm.vm_name, poll.cvm.app_id, poll.cvm.instance_id, poll.guest_schema)
-            if known.names == given:
-                continue
-            reported = map(_text, given)
-            names = tuple(new or old for new, old in zip(reported, known.names, strict=True))
+        return [self._named(key, poll) for key, poll in zip(keys, polls, strict=True)]
+
+    def _named(self, key: CvmKey, poll: Poll) -> KnownCvm:
+        """The CVM of that id, with the names that the poll brought; another one where the app is another."""
+        known = self._known.cvms[key]
+        given = (poll.cvm.vm_name, poll.cvm.app_id, poll.cvm.instance_id, poll.guest_schema)
+        if known.names != given:
+            app_id = _text(poll.cvm.app_id)
+            if app_id is not None and known.names[_APP] not in (app_id, None):
+                known = self._meet_cvm_of(key, app_id)
+            names = tuple(new or old for new, old in zip(map(_text, given), known.names, strict=True))
             if names != known.names:
                 known.names = names
                 self._renamed[known.cvm_id] = known
-        return met
+        return known
 
-    def _load_cvms(self, keys: Iterable[CvmKey]) -> None:
+    def _meet_cvm_of(self, key: CvmKey, app_id: str) -> KnownCvm:
+        """What has the id now that it is this app's: a new CVM, or the one that it was when it was the app's before."""
+        of_app = cvm.c.app_id == app_id
+        while not self._load_cvms([key], of_app):
+            incarnations = select(func.max(cvm.c.incarnation)).where(cvm.c.vmm == key[0], cvm.c.vm_id == key[1])
+            latest = self._connection.execute(incarnations).scalar_one()
+            self._bulk.insert_missing(cvm, ("vmm", "vm_id", "app_id", "incarnation"), [(*key, app_id, latest + 1)])
+        known = self._known.cvms[key]
+        self._load_places([known.cvm_id])
+        # The time in which the id was another app's belongs to no stretch.
+        self._known.heard.discard(key)
+        self._heard.discard(key)
+        return known
+
+    def _load_cvms(self, keys: Iterable[CvmKey], such: ColumnElement[bool] | None = None) -> int:
+        """Of each id the CVM that was polled last, of all or of `such`; returns how many rows there are."""
         query = select(cvm, cvm_state).outerjoin(cvm_state, cvm_state.c.state_id == cvm.c.state_id)
+        query = query.order_by(func.coalesce(cvm_state.c.until_ms, 0), cvm.c.incarnation)
+        found = 0
         for some in _chunks(keys):
             brought_cards: dict[int, Track[Stretch]] = {}
-            for row in self._connection.execute(query.where(tuple_(cvm.c.vmm, cvm.c.vm_id).in_(some))):
+            asked = tuple_(cvm.c.vmm, cvm.c.vm_id).in_(some)
+            for row in self._connection.execute(query.where(asked if such is None else and_(asked, such))):
+                found += 1
                 values = row._mapping
-                names = tuple(values[column] for column in (cvm.c.vm_name, cvm.c.app_id, cvm.c.instance_id, cvm.c.guest_schema))
+                names = tuple(values[cvm.c[name]] for name in _NAMES)
                 key = (values[cvm.c.vmm], values[cvm.c.vm_id])
                 known = self._known.cvms[key] = KnownCvm(key, values[cvm.c.cvm_id], names, values[cvm.c.state_id])
                 self._take_up(_STRETCHES, known.cvm_id, known.track, row if known.state_id is not None else None)
                 if values[cvm_state.c.outcome] in (OK, CONTESTED):
                     brought_cards[known.cvm_id] = known.track
             self._confirm_by_cards(brought_cards)
+        return found
 
     def _confirm_by_cards(self, tracks: Mapping[int, Track[Stretch]]) -> None:
         """What a killed program had not written yet of these CVMs' stretches is told by the cards that came with the polls: a

@@ -45,15 +45,14 @@ def fleet_page(cards: Iterable[_Row], cvms: Iterable[_Row], *, now_ms: int, stal
     """`cards` are rows of v_gpu_latest, `cvms` those of Store.cvms. A CVM counts while its next poll is not overdue by
     `stale_after_s`, a card while its CVM does and it has given a sample within CARD_KEPT_S; of a card without news there is
     only its state. The text is good for Prometheus' own format and for OpenMetrics, gauges being alike in both."""
-    current = {(row["vmm"], row["vm_id"]): row for row in cvms if _is_current(row, now_ms, stale_after_s)}
-    labelled = [(_labels(row, CVM_LABELS), row) for row in current.values()]
+    current = [row for row in cvms if _is_current(row, now_ms, stale_after_s)]
+    labelled = [(_labels(row, CVM_LABELS), row) for row in current]
+    of_current = {_key(row) for row in current}
     answered = [(labels, row) for labels, row in labelled if row["outcome"] in ANSWERED]
     kept_from_ms = now_ms - CARD_KEPT_S * 1000
     # No label set twice: it would spoil the whole page.
     there = {
-        _labels(row, CARD_LABELS): row
-        for row in cards
-        if (row["vmm"], row["vm_id"]) in current and row["sampled_at_ms"] >= kept_from_ms
+        _labels(row, CARD_LABELS): row for row in cards if _key(row) in of_current and row["sampled_at_ms"] >= kept_from_ms
     }
     measured = [(labels, row) for labels, row in there.items() if row["state"] in MEASURED]
     parts = [
@@ -126,6 +125,11 @@ class FleetMetrics:
 
 
 _Read = tuple[list[dict[str, Any]], list[dict[str, Any]], int]
+
+
+def _key(row: _Row) -> tuple[Any, ...]:
+    """Of a CVM, or of a card's. An id that was given to another app is another CVM."""
+    return row["vmm"], row["vm_id"], row["app_id"]
 
 
 def _is_current(cvm: _Row, now_ms: int, stale_after_s: float) -> bool:

@@ -34,14 +34,14 @@ LEAST_STEP_MS = 15 * 60_000
 # What a screen shows and a browser draws at once; left to itself it is less.
 CELLS, MAX_CELLS = 150_000, 2_000_000
 
-Key = tuple[str, str]
+Key = tuple[str, str, str | None]
 
 
 def read_heatmap(
     reading: Reading, scope: Scope, start_ms: int, end_ms: int, given_step_ms: int | None
 ) -> tuple[Chosen, str, dict[Key, list[dict[str, Any]]]]:
-    """What was chosen, the coarsest resolution that served, and the cards by VMM and CVM. Raises Malformed where the step makes
-    too many parts."""
+    """What was chosen, the coarsest resolution that served, and the cards by VMM, CVM and app. Raises Malformed where the step
+    makes too many parts."""
     latest = reading.tuples(queries.latest_of_all(reading.dialect, scope))
     step_ms = choose_step(start_ms, end_ms, len(latest), given_step_ms)
     progress = read_levels(reading)
@@ -53,7 +53,7 @@ def read_heatmap(
     for row in latest:
         card = dict(zip(queries.LATEST_OF_ALL, row, strict=True))
         line = means.get(card.pop("card_id")) or [None] * columns
-        cards[card.pop("vmm"), card.pop("vm_id")].append({**card, "utilization_gpu_avg": line})
+        cards[card.pop("vmm"), card.pop("vm_id"), card.pop("app_id")].append({**card, "utilization_gpu_avg": line})
     resolution = NAMES[max((segment.level for segment in segments), default=chosen.level)]
     return chosen, resolution, cards
 

@@ -209,7 +209,7 @@ def cursor_of(*kinds: type) -> Callable[[str], Cursor]:
 
 _CURSOR_SCHEMA = {"type": "string", "minLength": 1, "pattern": "^[A-Za-z0-9_-]+$"}
 GpuCursor = Annotated[Cursor, PlainValidator(cursor_of(str, int)), WithJsonSchema(_CURSOR_SCHEMA)]
-CvmCursor = Annotated[Cursor, PlainValidator(cursor_of(str, str)), WithJsonSchema(_CURSOR_SCHEMA)]
+CvmCursor = Annotated[Cursor, PlainValidator(cursor_of(str, str, int)), WithJsonSchema(_CURSOR_SCHEMA)]
 
 _LIMIT = Field(DEFAULT_LIMIT, description="Entries of a page, at most.")
 _CURSOR = Field(None, description="`next_cursor` of the page before; the other parameters stay as they were.")

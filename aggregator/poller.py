@@ -158,9 +158,10 @@ class Poller:
             else:
                 targets[vm.id] = target_of(self.vmm.name, vm)
         self._note_unaskable(tuple(unaskable))
-        self._gone |= {vm_id: target for vm_id, target in self._targets.items() if vm_id not in targets}
+        gone = {vm_id: target for vm_id, target in self._targets.items() if not target.goes_on_as(targets.get(vm_id))}
+        self._gone |= gone
         self._targets = targets
-        self._placings = {vm_id: placing for vm_id, placing in self._placings.items() if vm_id in targets}
+        self._placings = {vm_id: placing for vm_id, placing in self._placings.items() if vm_id in targets.keys() - gone.keys()}
         self._shared.identity.learn(self.vmm.name, targets, _now_ms())
         return list(targets.values())
 
@@ -172,7 +173,8 @@ class Poller:
         self._shared.watch.unaskable(self.vmm.name, len(unaskable))
 
     def gone(self) -> list[Asked]:
-        """The end of each VM that left the list since the last call: what asking it would have brought."""
+        """The end of each VM that left the list since the last call, or left its id to another app: what asking it would have
+        brought."""
         gone, self._gone = self._gone, {}
         return [_not_asked(target, NotRunning.word, str(NotRunning(GONE))) for target in gone.values()]
 
@@ -312,10 +314,10 @@ class Poller:
                 self._hand_on(asked, sink)
             return False
         self._tell("", "listed", f"running={len(targets)}")
-        for vm_id in self._asking.keys() - self._targets.keys():
-            self._asking[vm_id].cancel()
         for asked in self.gone():
             vm_id = asked.target.cvm.vm_id
+            if vm_id in self._asking:
+                self._asking[vm_id].cancel()
             # Who was asked since it stopped has said so already.
             if self._told.get(vm_id, _Told()).word != NotRunning.word:
                 self._hand_on(asked, sink)

@@ -25,13 +25,13 @@ CVMS = text("""
     ORDER BY cvm.vmm, coalesce(cvm.vm_name, cvm.vm_id), cvm.vm_id
 """).columns(cc_enabled=Boolean, cc_ready=Boolean)
 
-# Those of these VMMs that may still be there, for all that is known.
+# Those of these VMMs that may still be there, for all that is known; of one id the latest last.
 RUNNING_CVMS = (
     text("""
     SELECT cvm.vmm, cvm.vm_id, cvm.vm_name, cvm.app_id, cvm.instance_id
     FROM cvm JOIN cvm_state ON cvm_state.state_id = cvm.state_id
     WHERE cvm_state.outcome <> 'not_running' AND cvm.vmm IN :vmms
-    ORDER BY cvm.vmm, cvm.vm_id
+    ORDER BY cvm.vmm, cvm.vm_id, cvm_state.until_ms
 """)
     .bindparams(bindparam("vmms", expanding=True))
     .columns()

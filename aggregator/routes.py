@@ -29,7 +29,8 @@ ERRORS: tuple[type[TelemetryError], ...] = (Malformed, Unauthorized, Forbidden, 
 @dataclass(frozen=True, slots=True)
 class Route:
     """One route. `path` names its path parameters as the model's fields; the rest of these are the query's. `answer` gets one
-    reading of the database, what the caller may see, the parameters and now, and raises what stands in `errors`."""
+    reading of the database, what the caller may see, the parameters and now, and raises what stands in `errors`. `media` is
+    what it may answer in: `reply` is the shape of those that are JSON."""
 
     path: str
     summary: str
@@ -37,6 +38,7 @@ class Route:
     reply: type[BaseModel]
     answer: Callable[[Reading, Scope, Any, int], Answer] | None
     errors: tuple[type[TelemetryError], ...] = ()
+    media: tuple[str, ...] = ("application/json",)
 
 
 ROUTES: tuple[Route, ...] = (
@@ -96,6 +98,7 @@ ROUTES: tuple[Route, ...] = (
         reports.ReportReply,
         reports.one_report,
         (NotFound,),
+        media=tuple(reports.MEDIA.values()),
     ),
 )
 
@@ -106,6 +109,7 @@ EXPORT = Route(
     parameters.Export,
     replies.Sample,
     None,
+    media=("text/csv", "application/x-ndjson"),
 )
 
 
@@ -118,9 +122,7 @@ def openapi(routes: Sequence[Route]) -> dict[str, Any]:
     paths = {}
     for route in (*routes, EXPORT):
         schema = refs[route.reply, "serialization"]
-        content = {"application/json": {"schema": schema}}
-        if route is EXPORT:
-            content = {"text/csv": {"schema": {"type": "string"}}, "application/x-ndjson": {"schema": schema}}
+        content = {media: {"schema": schema if "json" in media else {"type": "string"}} for media in route.media}
         problem = {"application/problem+json": {"schema": refs[replies.Problem, "serialization"]}}
         responses = {"200": {"description": "The answer.", "content": content}}
         for status in sorted({error.status for error in (*ERRORS, *route.errors)}):

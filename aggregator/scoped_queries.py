@@ -96,7 +96,7 @@ def latest_page(
 # Columns of `latest_of_all`. A mean may be of rows of several numbers: of a card, and of the places that became it.
 LATEST_OF_ALL = (
     "card_id",
-    *("vmm", "vm_id", "uuid", "bdf", "host_bdf", "host_bdf_source", "model", "state", "sampled_at_ms"),
+    *("vmm", "vm_id", "app_id", "uuid", "bdf", "host_bdf", "host_bdf_source", "model", "state", "sampled_at_ms"),
     *("utilization_gpu", "memory_used_bytes", "memory_total_bytes", "temperature_c", "power_usage_mw", "query_errors"),
 )
 
@@ -135,17 +135,18 @@ def cvms_now(scope: Scope, since_ms: int) -> TextualSelect:
 
 
 def cvm_page(scope: Scope, filters: Mapping[str, Any], after: tuple[str | int, ...] | None, limit: int) -> TextualSelect:
-    """CVMs by VMM and id, with their latest stretch."""
+    """CVMs by VMM and id, with their latest stretch. An id that was given to another app is another CVM."""
     where = Where(scope).equal("cvm", filters)
     if after is not None:
-        where.add("(cvm.vmm, cvm.vm_id) > (:after_vmm, :after_vm_id)", after_vmm=after[0], after_vm_id=after[1])
+        key = dict(zip(("after_vmm", "after_vm_id", "after_cvm_id"), after, strict=True))
+        where.add("(cvm.vmm, cvm.vm_id, cvm.cvm_id) > (:after_vmm, :after_vm_id, :after_cvm_id)", **key)
     return where.of(
         f"""
         SELECT cvm.cvm_id, {_CVM_COLUMNS}, {_STRETCH_COLUMNS},
             (SELECT count(*) FROM tenancy AS t JOIN gpu_latest AS g ON g.gpu_id = t.gpu_id AND g.tenancy_id = t.tenancy_id
              WHERE t.cvm_id = cvm.cvm_id) AS gpus
         FROM cvm LEFT JOIN cvm_state AS s ON s.state_id = cvm.state_id
-        WHERE {where} ORDER BY cvm.vmm, cvm.vm_id LIMIT :limit""",
+        WHERE {where} ORDER BY cvm.vmm, cvm.vm_id, cvm.cvm_id LIMIT :limit""",
         limit=limit,
     ).columns(cc_enabled=Boolean, cc_ready=Boolean)
 

@@ -63,6 +63,8 @@ setting = Table(
     Column("value", Text, nullable=False),
 )
 
+# A VM id that is given to another app becomes another CVM, with the next `incarnation`: what the one app's CVM did stays that
+# app's. `app_id` changes once at most, when it becomes known.
 cvm = Table(
     "cvm",
     metadata,
@@ -76,7 +78,8 @@ cvm = Table(
     Column("state_id", _LONG_ID),
     # The version that its agent named last.
     Column("guest_schema", Text),
-    UniqueConstraint("vmm", "vm_id"),
+    Column("incarnation", Integer, nullable=False, server_default=text("0")),
+    UniqueConstraint("vmm", "vm_id", "incarnation"),
     Index(None, "vm_id"),
     Index(None, "app_id"),
 )

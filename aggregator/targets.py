@@ -32,6 +32,10 @@ class Target:
         """By the VMM's record; not knowing is not having none."""
         return self.attached_count == 0
 
+    def goes_on_as(self, later: Target | None) -> bool:
+        """Whether what the VMM lists under its id later is the same CVM, and not another app's."""
+        return later is not None and (later.cvm.app_id == self.cvm.app_id or not (later.cvm.app_id and self.cvm.app_id))
+
     def restarted_since(self, uptime_s: int | None) -> bool:
         """Whether it was up for longer then; False where that is not known."""
         return self.uptime_s is not None and uptime_s is not None and self.uptime_s < uptime_s

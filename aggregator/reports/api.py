@@ -7,12 +7,12 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, PlainValidator, WithJsonSchema, create_model
 from pydantic.fields import FieldInfo
 
-from aggregator.answers import Answer
-from aggregator.errors import NotFound
-from aggregator.parameters import Nothing, parse_text, shown
+from aggregator.answers import Answer, Text
+from aggregator.errors import Forbidden, NotFound
+from aggregator.parameters import Nothing, one_of, parse_text, shown
 from aggregator.replies import TIME, Reply
-from aggregator.reports import MAX_ROWS, Report, reports, run_report
-from aggregator.reports.display import as_object, describe
+from aggregator.reports import MAX_ROWS, Report, prepare, reports, run_report, statement_text
+from aggregator.reports.display import as_csv, as_object, describe
 from aggregator.reports.parameters import PARAMETERS, ReportParameters
 from aggregator.store import Reading
 from gpuwire.access import Scope
@@ -20,10 +20,17 @@ from gpuwire.errors import Malformed
 
 _NAMES = list(reports())
 _Name = Annotated[str, PlainValidator(parse_text), WithJsonSchema({"type": "string", "enum": _NAMES})]
+MEDIA = {"json": "application/json", "csv": "text/csv", "sql": "text/plain"}
+_Format = Annotated[
+    str, PlainValidator(one_of(*MEDIA)), WithJsonSchema({"type": "string", "enum": list(MEDIA), "default": "json"})
+]
 
 
 class _Named(ReportParameters):
     name: _Name = Field(description="Which report.", examples=["idle"])
+    format: _Format = Field(
+        "json", description="Its rows, with what they are or as a table with commas; or the statement that finds them."
+    )
 
 
 def _of_some(parameter: str) -> str:
@@ -62,7 +69,7 @@ class Reports(Reply):
 
 
 class ReportReply(Reply):
-    """Rows of a report. Figures are rounded as the columns' units suggest; absent is null."""
+    """Rows of a report. Figures are not rounded; absent is null."""
 
     report: str
     start: str = Field(description="Widened to what its rows are made of.", examples=[TIME])
@@ -85,8 +92,23 @@ def one_report(reading: Reading, scope: Scope, asked: _Named, now_ms: int) -> An
     allowed = [name for name in OneReport.model_fields if name not in PARAMETERS or name in report.parameters]
     if wrong := [name for name in asked.model_fields_set if name not in allowed]:
         raise Malformed(f"{sorted(wrong)[0]}: unknown parameter of {report.name}; allowed: {', '.join(allowed)}")
+    if asked.format == "sql":
+        return Answer(_statement(reading, report, asked, scope, now_ms))
     found = run_report(reading, report, asked, scope, now_ms, max_rows=MAX_ROWS)
-    return Answer(as_object(report, found, asked.time_zone))
+    if asked.format == "json":
+        return Answer(as_object(report, found, asked.time_zone))
+    if found.more:
+        # A table with commas has no place to say that it is not whole.
+        raise Malformed(f"format: csv would have more than {MAX_ROWS:,} rows; allowed: a shorter range, or fewer cards or CVMs")
+    return Answer(Text(MEDIA["csv"], as_csv(found, asked.time_zone) + "\n", f"{report.name}.csv"))
+
+
+def _statement(reading: Reading, report: Report, asked: _Named, scope: Scope, now_ms: int) -> Text:
+    """Raises Forbidden for who sees some apps only: it says of the whole fleet how far its history reaches, and runs where no
+    scope holds."""
+    if scope.apps is not None:
+        raise Forbidden("format=sql is for who may read the whole database; json and csv are allowed")
+    return Text(MEDIA["sql"], statement_text(reading, prepare(reading, report, asked, scope, now_ms)) + "\n")
 
 
 def _describe(report: Report) -> dict[str, Any]:

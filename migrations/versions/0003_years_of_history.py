@@ -1,5 +1,5 @@
 """Years of history: buckets of 5 minutes and of an hour, hot rows on SQLite, partitions on PostgreSQL, leases; which queries of
-a card fail, and what version of the API a guest speaks.
+a card fail, what version of the API a guest speaks, and which app had a VM id when.
 
 On PostgreSQL the samples that are there become the default partition of the new table, as they lie; days are split off later.
 """
@@ -31,18 +31,52 @@ UTILIZATION_BINS = [f"utilization_gpu_ms_to_{bound}" for bound in (0, *range(5, 
 def upgrade() -> None:
     dialect = op.get_bind().dialect.name
     op.execute("DROP VIEW v_gpu_samples")
+    add_incarnations(dialect)
     if dialect == "sqlite":
         create_hot_rows()
     else:
         partition_samples()
     create_tables(dialect)
-    for table, column in (("tenancy", "host_bdf"), ("cvm", "vm_id"), ("cvm", "app_id")):
-        op.create_index(f"ix_{table}_{column}", table, [column])
+    op.create_index("ix_tenancy_host_bdf", "tenancy", ["host_bdf"])
     timestamp = {
         "sqlite": "strftime('%Y-%m-%dT%H:%M:%S', {0} / 1000, 'unixepoch') || printf('.%03dZ', {0} % 1000)",
         "postgresql": "to_timestamp(CAST({0} AS double precision) / 1000)",
     }[dialect]
     create_views(dialect, timestamp.format)
+
+
+def add_incarnations(dialect) -> None:
+    unique = sa.UniqueConstraint("vmm", "vm_id", "incarnation", name="uq_cvm_vmm_vm_id_incarnation")
+    added = [
+        sa.Column("guest_schema", sa.Text()),
+        sa.Column("incarnation", sa.Integer(), nullable=False, server_default=sa.text("0")),
+    ]
+    if dialect == "postgresql":
+        op.drop_constraint("uq_cvm_vmm_vm_id", "cvm")
+        for column in added:
+            op.add_column("cvm", column)
+        op.create_unique_constraint(unique.name, "cvm", ["vmm", "vm_id", "incarnation"])
+    else:
+        # SQLite drops no constraint. Other tables' keys point here: they are looked at once all rows are back.
+        columns = "cvm_id, vmm, vm_id, vm_name, app_id, instance_id, state_id"
+        op.execute("PRAGMA defer_foreign_keys = ON")
+        op.execute(f"CREATE TEMPORARY TABLE kept_cvm AS SELECT {columns} FROM cvm")
+        op.drop_table("cvm")
+        op.create_table(
+            "cvm",
+            sa.Column("cvm_id", sa.Integer(), nullable=False),
+            sa.Column("vmm", sa.Text(), nullable=False),
+            sa.Column("vm_id", sa.Text(), nullable=False),
+            *(sa.Column(name, sa.Text()) for name in ("vm_name", "app_id", "instance_id")),
+            sa.Column("state_id", LONG_ID),
+            *added,
+            sa.PrimaryKeyConstraint("cvm_id", name="pk_cvm"),
+            unique,
+        )
+        op.execute(f"INSERT INTO cvm ({columns}) SELECT {columns} FROM kept_cvm")
+        op.execute("DROP TABLE kept_cvm")
+    for column in ("vm_id", "app_id"):
+        op.create_index(f"ix_cvm_{column}", "cvm", [column])
 
 
 def create_hot_rows() -> None:
@@ -133,7 +167,6 @@ def create_tables(dialect) -> None:
         sa.ForeignKeyConstraint(["gpu_id"], ["gpu.gpu_id"], name="fk_gpu_error_gpu_id_gpu"),
     )
     op.create_index("ix_gpu_error_gpu_id_since_ms", "gpu_error", ["gpu_id", "since_ms"])
-    op.add_column("cvm", sa.Column("guest_schema", sa.Text()))
 
 
 def figures(gauge, kind) -> list[sa.Column]:

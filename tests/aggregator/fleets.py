@@ -34,6 +34,7 @@ TRAINER_10 = Cvm("rack1", "gpu-10", "trainer-10", "app-a", "i-2")
 SERVER = Cvm("rack1", "vm-b", "server", "app-b", "i-3")
 OTHER = Cvm("rack2", "gpu-1", "namesake", "app-b")
 FREE = Cvm("rack2", "vm-free", "free")
+LATER = Cvm(TRAINER_10.vmm, TRAINER_10.vm_id, "later", "app-b", "i-4")  # whose id TRAINER_10's becomes half-way
 CVMS = (TRAINER, TRAINER_10, SERVER, OTHER, FREE)
 UUIDS = tuple(f"GPU-{number:08x}-1111-2222-3333-{number:012x}" for number in range(1, 8))
 HOSTS = {(cvm, slot): f"{16 + 2 * number:02x}:00.0" for number, cvm in enumerate(CVMS) for slot in (1, 2)}
@@ -41,22 +42,24 @@ HOSTS = {(cvm, slot): f"{16 + 2 * number:02x}:00.0" for number, cvm in enumerate
 
 def random_polls(chance: random.Random, start_ms: int, end_ms: int, *, interval_ms: int = 30 * S) -> Iterator[list[Poll]]:
     """A batch a turn, in order."""
+    half_ms = (start_ms + end_ms) // 2
     places = [(cvm, slot) for cvm in CVMS for slot in (1, 2)]
     cards = dict(zip(UUIDS, chance.sample(places, len(UUIDS)), strict=True))
     away: dict[Cvm, int] = {}
     for turn_ms in range(start_ms, end_ms, interval_ms):
         batch = []
         for cvm in CVMS:
+            known_as = LATER if cvm is TRAINER_10 and turn_ms >= half_ms else cvm
             if chance.random() < 0.004:
                 away[cvm] = turn_ms + chance.choice([60, 180, 780]) * S
             if away.get(cvm, 0) > turn_ms:
-                batch.append(Poll(cvm, turn_ms, "timeout", detail=f"slow {cvm.vm_id}"))
+                batch.append(Poll(known_as, turn_ms, "timeout", detail=f"slow {cvm.vm_id}"))
                 continue
             at_ms = turn_ms + chance.randrange(900)
             samples = [
                 _sample(chance, uuid, slot, at_ms, HOSTS[cvm, slot]) for uuid, (where, slot) in cards.items() if where == cvm
             ]
-            batch.append(Poll(cvm, at_ms, "ok", samples=tuple(samples), cc_enabled=True, cc_ready=cvm is not SERVER))
+            batch.append(Poll(known_as, at_ms, "ok", samples=tuple(samples), cc_enabled=True, cc_ready=cvm is not SERVER))
         yield batch
         if chance.random() < 0.02:
             cards[chance.choice(UUIDS)] = chance.choice([place for place in places if place not in cards.values()])

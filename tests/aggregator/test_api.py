@@ -31,6 +31,7 @@ from gpuwire.device import GpuDevice
 from tests.aggregator.fleets import (
     CVMS,
     HOSTS,
+    LATER,
     OTHER,
     SERVER,
     T0,
@@ -161,13 +162,27 @@ async def test_pages_of_cvms_hold_each_once(filled: Store) -> None:
         seen, query = [], {"limit": "2"}
         while query.get("cursor", "") is not None:
             page = await client.ok("/api/v1/cvms", query)
-            seen += [(cvm["vmm"], cvm["vm_id"]) for cvm in page["cvms"]]
+            seen += [(cvm["vmm"], cvm["vm_id"], cvm["app_id"]) for cvm in page["cvms"]]
             query["cursor"] = page["next_cursor"]
             if page["next_cursor"] is None:
                 break
-        assert seen == sorted((cvm.vmm, cvm.vm_id) for cvm in CVMS)
+        assert seen == sorted((cvm.vmm, cvm.vm_id, cvm.app_id or None) for cvm in (*CVMS, LATER))
         only = await client.ok("/api/v1/cvms", {"vmm": "rack2", "app_id": "app-b"})
         assert [(cvm["vmm"], cvm["vm_id"]) for cvm in only["cvms"]] == [("rack2", "gpu-1")]
+
+
+async def test_a_vm_id_that_was_two_apps_is_the_latest_ones_and_its_place_has_both_histories(
+    filled: Store, database_url: str
+) -> None:
+    samples = [s for s in all_samples(database_url) if (s["vmm"], s["vm_id"]) == (LATER.vmm, LATER.vm_id)]
+    samples = [s for s in samples if s["bdf"] == "0000:01:00.0" and s["sampled_at_ms"] < END]
+    async with serving(filled, END) as client:
+        one = await client.ok(f"/api/v1/cvms/{LATER.vm_id}")
+        assert (one["app_id"], one["vm_name"]) == (LATER.app_id, LATER.vm_name)
+        query = {"vm_id": LATER.vm_id, "bdf": "01:00.0", "start": str(T0 // 1000), "end": str(END // 1000)}
+        history = await client.ok("/api/v1/history", query)
+    assert {stay["app_id"] for stay in history["stays"]} == {s["app_id"] for s in samples} == {"app-a", "app-b"}
+    assert sum(point["samples"] for point in history["points"]) == len(samples)
 
 
 @pytest.mark.parametrize("step", [5 * M, 15 * M, H])

@@ -546,6 +546,32 @@ async def test_a_vm_that_stops_or_is_removed_is_said_once_to_run_no_more(
         assert (last.outcome, last.cvm.vm_name) == ("not_running", f"name of {vm_id}")
 
 
+async def test_a_vm_id_that_another_app_has_now_is_the_end_of_one_cvm_and_another_ones_beginning(
+    short_dir: Path, bench: Bench, host_call: int
+) -> None:
+    one = guest("vm-1")
+    fleet = FakeVmm([one, guest("trigger")], host_call_status=host_call)
+    async with fleet.serving(short_dir / "vmm.sock"), running(bench.poller(short_dir / "vmm.sock"), 0.1) as heard:
+        await heard.until(lambda _: heard.count("vm-1", "ok") > 1)
+        one.vm.app_id = "app of another"
+        fleet.guests = [one]
+        await heard.until(lambda polls: any(p.cvm.app_id == "app of another" for p in polls))
+    told = [(p.cvm.app_id, p.outcome) for p in heard.polls if p.cvm.vm_id == "vm-1"]
+    first = told.index(("app of vm-1", "not_running"))
+    assert set(told[:first]) == {("app of vm-1", "ok")}
+    assert set(told[first + 1 :]) == {("app of another", "ok")}
+
+
+async def test_a_vm_that_is_listed_without_its_app_for_once_is_the_same_one(short_dir: Path, bench: Bench) -> None:
+    one = guest("vm-1")
+    async with FakeVmm([one]).serving(short_dir / "vmm.sock"):
+        poller = bench.poller(short_dir / "vmm.sock")
+        for app_id in ("app of vm-1", "", "app of vm-1"):
+            one.vm.app_id = app_id
+            polls, _ = await bench.once(poller)
+            assert [p.outcome for p in polls] == ["ok"]
+
+
 KNOWN = Cvm("host-1", "vm-1", "name", "app", "instance")
 
 

@@ -95,6 +95,71 @@ def stamp(ms: int) -> str:
     return datetime.fromtimestamp(ms // 1000, UTC).strftime("%Y-%m-%dT%H:%M:%S") + f".{ms % 1000:03d}Z"
 
 
+# Which CVM
+
+
+STRETCHES = """SELECT cvm.app_id, since_ms - :t0, until_ms - :t0, outcome
+    FROM cvm_state JOIN cvm ON cvm.cvm_id = cvm_state.cvm_id ORDER BY since_ms, cvm_state.state_id"""
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+def test_a_vm_id_that_is_given_to_another_app_becomes_another_cvm(
+    store: Store, database_url: str, engine: Engine, restarted: bool
+) -> None:
+    other = replace(TRAINER, vm_name="tenant-2", app_id="app-2", instance_id="instance-2")
+
+    def write(*polls: Poll) -> None:
+        if restarted:
+            with closing(Store(database_url)) as again:
+                again.write(polls)
+        else:
+            store.write(polls)
+
+    write(*polls_of(TRAINER, T0, 4))
+    write(poll(T0 + 60 * S, cvm=TRAINER, outcome="not_running"))
+    write(*polls_of(other, T0 + 75 * S, 4))
+    # What names no app is the one that it was last.
+    write(*polls_of(replace(TRAINER, vm_name="", app_id="", instance_id=""), T0 + 135 * S, 2))
+    write(*polls_of(TRAINER, T0 + 165 * S, 2))
+
+    tenancy = ask(engine, "SELECT vm_id, vm_name, app_id, instance_id, first_seen, last_seen FROM v_gpu_tenancy ORDER BY 5")
+    assert [tuple(row.values()) for row in tenancy] == [
+        ("vm-a", "trainer", "app-1", "instance-1", stamp(T0 - 2 * S), stamp(T0 + 45 * S)),
+        ("vm-a", "tenant-2", "app-2", "instance-2", stamp(T0 + 73 * S), stamp(T0 + 150 * S)),
+        ("vm-a", "trainer", "app-1", "instance-1", stamp(T0 + 163 * S), stamp(T0 + 180 * S)),
+    ]
+    apps = column(engine, "SELECT app_id FROM v_gpu_samples ORDER BY sampled_at_ms")
+    assert apps == ["app-1"] * 4 + ["app-2"] * 6 + ["app-1"] * 2
+    with engine.connect() as connection:
+        stretches = [tuple(row) for row in connection.execute(text(STRETCHES), {"t0": T0})]
+    assert stretches == [
+        ("app-1", 0, 45 * S, "ok"),
+        ("app-1", 60 * S, 60 * S, "not_running"),
+        ("app-2", 75 * S, 150 * S, "ok"),
+        ("app-1", 165 * S, 180 * S, "ok"),
+    ]
+    assert [(c["app_id"], c["outcome"], c["gpus"]) for c in store.cvms()] == [("app-2", "ok", 0), ("app-1", "ok", 1)]
+
+
+def test_an_app_that_becomes_known_names_the_cvm_that_was_there(store: Store, engine: Engine) -> None:
+    store.write(polls_of(replace(TRAINER, app_id=""), T0, 2))
+    store.write(polls_of(TRAINER, T0 + 30 * S, 2))
+    assert column(engine, "SELECT app_id FROM v_gpu_samples") == ["app-1"] * 4
+    assert len(stays(engine)) == 1
+
+
+def test_what_one_app_did_goes_on_for_none_under_anothers_time(store: Store, engine: Engine) -> None:
+    other = replace(TRAINER, app_id="app-2")
+    store.write([*polls_of(TRAINER, T0, 2), *polls_of(other, T0 + 3600 * S, 1), *polls_of(TRAINER, T0 + 7200 * S, 1)])
+    with engine.connect() as connection:
+        stretches = [tuple(row)[:3] for row in connection.execute(text(STRETCHES), {"t0": T0})]
+    assert stretches == [
+        ("app-1", 0, 15 * S),
+        ("app-2", 3600 * S, 3600 * S),
+        ("app-1", 7200 * S, 7200 * S),
+    ]
+
+
 # Rows
 
 
