@@ -16,12 +16,13 @@ from gpuwire.schema import CURRENT, SCHEMA_HEADER
 GIB = 2**30
 
 
-def gpu_info(cards: int) -> bytes:
-    """A GpuInfoResponse with every field set, as a healthy guest with `cards` cards answers."""
+def gpu_info(vm_id: str, cards: int, *, power_usage_mw: int = 612_345, sample_age_ms: int = 1234) -> bytes:
+    """A GpuInfoResponse with every field set, as a healthy guest with `cards` cards answers; their uuids are its own."""
+    seed = vm_id.encode().hex()[-16:]
     devices = tuple(
         GpuDevice(
             index=index,
-            uuid=f"GPU-5f0c1e52-8a4d-4b7e-9c36-{index:012d}",
+            uuid=f"GPU-{seed}-{index:012x}",
             pci_bus_id=f"00000000:{index + 1:02x}:00.0",
             utilization_gpu=97,
             utilization_memory=41,
@@ -29,11 +30,11 @@ def gpu_info(cards: int) -> bytes:
             memory_used_bytes=101 * GIB,
             memory_free_bytes=39 * GIB,
             temperature_c=64,
-            power_usage_mw=612_345,
+            power_usage_mw=power_usage_mw,
         )
         for index in range(cards)
     )
-    return to_message(GpuSnapshot(devices, cc_ready=True, cc_enabled=True, sample_age_ms=1234)).SerializeToString()
+    return to_message(GpuSnapshot(devices, cc_ready=True, cc_enabled=True, sample_age_ms=sample_age_ms)).SerializeToString()
 
 
 def message_end(received: bytearray) -> int:
@@ -79,7 +80,7 @@ def main() -> None:
     parser.add_argument("--cards", type=int, default=1)
     parser.add_argument("--hung", action="store_true")
     arguments = parser.parse_args()
-    body = gpu_info(arguments.cards)
+    body = gpu_info("guest", arguments.cards)
     head = f"HTTP/1.1 200 OK\r\n{SCHEMA_HEADER}: {CURRENT}\r\nContent-Type: application/octet-stream\r\n"
     reply = f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body
     asyncio.run(serve(arguments.sockets, None if arguments.hung else reply))

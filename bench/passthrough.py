@@ -185,7 +185,7 @@ def main() -> None:
                         load = Load(proxy.socket, list(guests), connections, arguments.seconds / arguments.rounds)
                         if turn == 0:
                             callers.run(Load(proxy.socket, list(guests), connections, WARM_UP_S))
-                        measure(callers, proxy, load, gpu_info(cards), costs[name])
+                        measure(callers, proxy, load, gpu_info("guest", cards), costs[name])
                 report(cards, connections, costs)
 
 

@@ -14,9 +14,7 @@ from pathlib import Path
 
 from google.protobuf.proto import serialize_length_prefixed
 
-from bench.guests import GIB, message_end
-from gpuwire.codec import to_message
-from gpuwire.device import GpuDevice, GpuSnapshot
+from bench.guests import gpu_info, message_end
 from gpuwire.pb.vmm_pb2 import GuestReply, GuestsRequest, Id, StatusRequest, StatusResponse, VmInfo
 from gpuwire.schema import CURRENT, SCHEMA_HEADER, STATUS_HEADER
 
@@ -38,27 +36,6 @@ class Vmm:
         asked = StatusRequest.FromString(body)
         start = (asked.page - 1) * asked.page_size
         return StatusResponse(vms=self.list[start : start + asked.page_size], total=len(self.list)).SerializeToString()
-
-
-def gpu_info(vm_id: str, cards: int, *, power_usage_mw: int = 612_345, sample_age_ms: int = 1234) -> bytes:
-    """As a healthy guest with `cards` cards answers, every field set."""
-    seed = vm_id.encode().hex()[-16:]
-    devices = tuple(
-        GpuDevice(
-            index=index,
-            uuid=f"GPU-{seed}-{index:012x}",
-            pci_bus_id=f"00000000:{index + 1:02x}:00.0",
-            utilization_gpu=97,
-            utilization_memory=41,
-            memory_total_bytes=140 * GIB,
-            memory_used_bytes=101 * GIB,
-            memory_free_bytes=39 * GIB,
-            temperature_c=64,
-            power_usage_mw=power_usage_mw,
-        )
-        for index in range(cards)
-    )
-    return to_message(GpuSnapshot(devices, cc_ready=True, cc_enabled=True, sample_age_ms=sample_age_ms)).SerializeToString()
 
 
 class Connection(asyncio.Protocol):

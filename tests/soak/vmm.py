@@ -19,7 +19,8 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from bench.vmms import Connection, Vmm, frame_of, gpu_info
+from bench.guests import gpu_info
+from bench.vmms import Connection, Vmm, frame_of
 
 VMMS = ("each", "host")
 CVMS = 40
