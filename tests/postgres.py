@@ -15,7 +15,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +55,7 @@ class PostgresServer:
                 [*tied, self._programs / "postgres", "-D", self._data, *options],
                 stdout=log,
                 stderr=log,
+                start_new_session=True,  # Ctrl-C is not for it: whoever writes to it ends first
                 **self._as_whom,
             )
         deadline = time.monotonic() + START_WITHIN_S
@@ -128,11 +129,24 @@ def server_url(config: pytest.Config) -> str:
 @pytest.fixture
 def postgres_url(request: pytest.FixtureRequest) -> Iterator[str]:
     """An empty database, gone after the test."""
-    server = server_url(request.config)
+    with database_of(server_url(request.config)) as url:
+        yield url
+
+
+@contextmanager
+def database_of(server: str) -> Iterator[str]:
+    """The address of an empty database that is there for as long."""
     name = f"test_{secrets.token_hex(6)}"
     _administer(server, f'CREATE DATABASE "{name}"')
     yield make_url(server).set(database=name).render_as_string(hide_password=False)
     _administer(server, f'DROP DATABASE "{name}" WITH (FORCE)')
+
+
+def copy_database(server: str, source_url: str, url: str) -> None:
+    """Makes the empty database of `url` a copy of another one, to which nobody is connected."""
+    source, name = make_url(source_url).database, make_url(url).database
+    _administer(server, f'DROP DATABASE "{name}"')
+    _administer(server, f'CREATE DATABASE "{name}" TEMPLATE "{source}"')
 
 
 def _administer(server: str, statement: str) -> None:
