@@ -10,19 +10,15 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import takewhile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import inf
 from operator import attrgetter, itemgetter
-from typing import Any, Generic
+from typing import Any
 
 from sqlalchemy import (
     Column,
     ColumnElement,
     Connection,
-    Row,
-    Table,
     and_,
     delete,
     exists,
@@ -36,12 +32,13 @@ from sqlalchemy import (
 )
 
 from aggregator.bulk import SAMPLE_COLUMNS, bulk_of, keep_latest
+from aggregator.known import CvmKey, KnownCvm, KnownGpu, Memory, PlaceKey
 from aggregator.outcome import CONTESTED, OK
 from aggregator.rows import Cvm, Poll, Sample
-from aggregator.spans import MAX_FAILURE_DETAIL, Failure, S, Stay, Stretch, Track, kinds_of
+from aggregator.span_rows import FAILURES, STAYS, STRETCHES, SpanRows
+from aggregator.spans import MAX_FAILURE_DETAIL, Failure, Stay, Stretch, Track, kinds_of
 from aggregator.tables import cvm, cvm_state, gpu, gpu_error, gpu_latest, tenancy
 from gpuwire.device import GAUGES
-from gpuwire.placement import HostAddress
 
 SAME_SNAPSHOT_MS = 1000
 # Three times the longest wait between two polls of a CVM that fails.
@@ -53,151 +50,11 @@ PLACE_ROW_MS = 60 * 60_000
 _UNSTORABLE = re.compile("[\0\ud800-\udfff]")
 
 
-CvmKey = tuple[str, str]
-PlaceKey = tuple[int, str]  # cvm_id and bdf
-SpanKey = tuple[str, int]  # table and owner
-
-
-@dataclass(slots=True)
-class KnownCvm:
-    key: CvmKey
-    cvm_id: int
-    names: tuple[str | None, ...]
-    state_id: int | None = None
-    track: Track[Stretch] = field(default_factory=Track)
-
-
-@dataclass(slots=True)
-class KnownGpu:
-    """A card, or a place's row of a card without uuid; of the latter, `open` says that it may still be joined to a card, and
-    `card` which one it was joined to."""
-
-    gpu_id: int
-    model: str | None = None
-    newest_ms: int | None = None
-    last_ms: int | None = None  # of the sample that was stored last; not the newest after a clock was set back
-    track: Track[Stay] = field(default_factory=Track)
-    open: bool = False
-    card: KnownGpu | None = None
-    # A sample that is later than this, and says what the last one said, is a new one of the current stay (see _note_next).
-    ordinary_after_ms: float = inf
-    said: tuple[Any, ...] = ()
-    place: PlaceKey | None = None
-
-    def sits_at(self, cvm_id: int, bdf: str, host: HostAddress | None) -> bool:
-        """False where the card that a place's row was joined to was seen elsewhere since."""
-        stay = None if self.card is None else self.card.track.current
-        return self.card is None or (stay is not None and stay.goes_on(cvm_id, bdf, host))
-
-
-@dataclass(slots=True)
-class Behind:
-    """A span whose confirmation the database does not have yet; `since` is when the first such came (monotonic)."""
-
-    span_id: int
-    last_ms: int
-    since: float
-
-
-@dataclass(slots=True)
-class Memory:
-    """What the writer knows of the database from batch to batch, so that an ordinary batch reads nothing."""
-
-    cvms: dict[CvmKey, KnownCvm] = field(default_factory=dict)  # what has the id now
-    cards: dict[str, KnownGpu] = field(default_factory=dict)
-    places: dict[PlaceKey, KnownGpu] = field(default_factory=dict)  # the newest row of each place
-    tracks: dict[SpanKey, Track[Any]] = field(default_factory=dict)
-    # These are true whatever becomes of a batch.
-    behind: dict[SpanKey, Behind] = field(default_factory=dict)  # in the order of `since`
-    heard: set[CvmKey] = field(default_factory=set)  # CVMs that were polled in this run
-
-    def forget(self) -> None:
-        """What was learned in a transaction that is undone is not true."""
-        for known in (self.cvms, self.cards, self.places, self.tracks):
-            known.clear()
-
-
 _NAMES = ("vm_name", "app_id", "instance_id", "guest_schema")
 _APP = _NAMES.index("app_id")
 _AT, _MEASURED = SAMPLE_COLUMNS.index("sampled_at_ms"), SAMPLE_COLUMNS.index("gpu_index")
 _SampleRow = tuple[Any, ...]
 _read_gauges = attrgetter(*(gauge.name for gauge in GAUGES))
-
-
-@dataclass(frozen=True, slots=True)
-class _SpanTable(Generic[S]):
-    """A table whose rows are spans of an owner. `columns` begin with the key; `values` gives them in their order, the owner
-    and the beginning first, which never change once stored."""
-
-    table: Table
-    key: Column[Any]
-    owner: Column[Any]
-    first: Column[Any]
-    last: Column[Any]
-    columns: tuple[str, ...]
-    values: Callable[[S], tuple[Any, ...]]
-    read: Callable[[Row[Any]], S]
-
-
-def _read_stay(row: Row[Any]) -> Stay:
-    values, c = row._mapping, tenancy.c
-    return Stay(
-        values[c.tenancy_id],
-        values[c.first_seen_ms],
-        values[c.last_seen_ms],
-        values[c.cvm_id],
-        values[c.bdf],
-        values[c.pci_bus_id],
-        values[c.host_bdf],
-        values[c.host_bdf_source],
-        kept_ms=values[c.last_seen_ms],
-    )
-
-
-def _read_stretch(row: Row[Any]) -> Stretch:
-    values, c = row._mapping, cvm_state.c
-    likeness = (values[c.outcome], values[c.schema_status], values[c.cc_enabled], values[c.cc_ready])
-    until_ms = values[c.until_ms]
-    return Stretch(values[c.state_id], values[c.since_ms], until_ms, likeness, values[c.detail], kept_ms=until_ms)
-
-
-def _read_failure(row: Row[Any]) -> Failure:
-    values, c = row._mapping, gpu_error.c
-    kinds, until_ms = frozenset(values[c.kinds].split(",")), values[c.until_ms]
-    return Failure(values[c.error_id], values[c.since_ms], until_ms, kinds, values[c.detail], kept_ms=until_ms)
-
-
-_STAYS = _SpanTable(
-    tenancy,
-    tenancy.c.tenancy_id,
-    tenancy.c.gpu_id,
-    tenancy.c.first_seen_ms,
-    tenancy.c.last_seen_ms,
-    ("tenancy_id", "gpu_id", "first_seen_ms", "cvm_id", "bdf", "last_seen_ms", "pci_bus_id", "host_bdf", "host_bdf_source"),
-    lambda stay: (stay.cvm_id, stay.bdf, stay.last_ms, stay.pci_bus_id, stay.host_bdf, stay.host_bdf_source),
-    _read_stay,
-)
-_STRETCHES = _SpanTable(
-    cvm_state,
-    cvm_state.c.state_id,
-    cvm_state.c.cvm_id,
-    cvm_state.c.since_ms,
-    cvm_state.c.until_ms,
-    ("state_id", "cvm_id", "since_ms", "until_ms", "detail", "outcome", "schema_status", "cc_enabled", "cc_ready"),
-    lambda stretch: (stretch.last_ms, stretch.detail, *stretch.likeness),
-    _read_stretch,
-)
-_FAILURES = _SpanTable(
-    gpu_error,
-    gpu_error.c.error_id,
-    gpu_error.c.gpu_id,
-    gpu_error.c.since_ms,
-    gpu_error.c.until_ms,
-    ("error_id", "gpu_id", "since_ms", "until_ms", "detail", "kinds"),
-    lambda failure: (failure.last_ms, failure.detail, ",".join(sorted(failure.kinds))),
-    _read_failure,
-)
-_ALL_SPANS: tuple[_SpanTable[Any], ...] = (_STRETCHES, _STAYS, _FAILURES)
 
 
 class Batch:
@@ -211,16 +68,12 @@ class Batch:
         self._connection = connection
         self._bulk = bulk_of(connection)
         self._known = memory
-        self._now_s = now_s
-        self._lag_s = lag_s
+        self._spans = SpanRows(connection, self._bulk, memory, now_s=now_s, lag_s=lag_s)
+        self._lag_ms = round(lag_s * 1000)
         self._resume_ms = resume_ms
         self._ids: defaultdict[str, list[int]] = defaultdict(list)
         self._reserved: Counter[str] = Counter()
         self._heard: set[CvmKey] = set()
-        self._noted: dict[str, dict[int, tuple[int, Any]]] = {spans.table.name: {} for spans in _ALL_SPANS}
-        self._followed: dict[SpanKey, Track[Any]] = {}
-        self._went_on: dict[int, KnownGpu] = {}
-        self._caught_up: list[SpanKey] = []
         self._renamed: dict[int, KnownCvm] = {}
         self._models: dict[int, str | None] = {}
         self._samples: defaultdict[int, list[_SampleRow]] = defaultdict(list)
@@ -235,10 +88,10 @@ class Batch:
         for poll, known in zip(polls, met, strict=True):
             self._note_outcome(poll, known)
             self._note_samples(poll, known.cvm_id)
-        self._catch_up()
-        self._flush_spans(round(self._lag_s * 1000))
-        self._update(cvm, ("cvm_id", *_NAMES, "state_id"), self._cvm_rows())
-        self._update(gpu, ("gpu_id", "model"), sorted(self._models.items()))
+        self._spans.catch_up()
+        self._spans.flush(self._lag_ms)
+        self._bulk.update(cvm, ("cvm_id", *_NAMES, "state_id"), self._cvm_rows())
+        self._bulk.update(gpu, ("gpu_id", "model"), sorted(self._models.items()))
         stored = 0
         if rows := [row for _, rows in sorted(self._samples.items()) for row in _in_time(rows)]:
             stored = self._bulk.insert_samples(rows, [row for _, row in sorted(self._latest.items())])
@@ -248,17 +101,7 @@ class Batch:
     def remember(self) -> None:
         """The transaction is committed."""
         self._known.heard |= self._heard
-        for key in self._caught_up:
-            self._known.behind.pop(key, None)
-        for key, track in self._followed.items():
-            span, behind = track.current, self._known.behind.get(key)
-            if span is None or span.last_ms == span.kept_ms:
-                self._known.behind.pop(key, None)
-            elif behind is not None and behind.span_id == span.span_id:
-                behind.last_ms = span.last_ms
-            else:
-                self._known.behind.pop(key, None)
-                self._known.behind[key] = Behind(span.span_id, span.last_ms, self._now_s)
+        self._spans.remember()
 
     # Outcomes
 
@@ -273,12 +116,12 @@ class Batch:
             # The time in which no run of this program polled belongs to no stretch.
             return stretch.likeness == likeness and (heard or at_ms - stretch.last_ms <= self._resume_ms)
 
-        stretch = self._follow(_STRETCHES, known.cvm_id, known.track, at_ms, goes_on)
+        stretch = self._spans.follow(STRETCHES, known.cvm_id, known.track, at_ms, goes_on)
         if stretch is None:
             stretch = Stretch(self._new_id(cvm_state.c.state_id), at_ms, at_ms, likeness, detail)
         stretch.learn(at_ms, detail)
         newest = not known.track.is_past(at_ms) or known.state_id is None
-        self._confirm(_STRETCHES, known.cvm_id, known.track, stretch, at_ms)
+        self._spans.confirm(STRETCHES, known.cvm_id, known.track, stretch, at_ms)
         if newest and known.state_id != stretch.span_id:
             known.state_id = stretch.span_id
             self._renamed[known.cvm_id] = known
@@ -315,7 +158,7 @@ class Batch:
         until_ms = poll.polled_at_ms if poll.polled_at_ms > at_ms else at_ms
         if until_ms > stay.last_ms:
             stay.last_ms = card.track.reached_ms = until_ms
-        self._went_on[card.gpu_id] = card
+        self._spans.went_on[card.gpu_id] = card
         row = (card.gpu_id, at_ms, stay.span_id, poll.polled_at_ms, *_measured(sample))
         self._samples[card.gpu_id].append(row)
         self._latest[card.gpu_id] = row
@@ -399,12 +242,12 @@ class Batch:
         def goes_on(stay: Stay) -> bool:
             return stay.goes_on(cvm_id, bdf, sample.host)
 
-        stay = self._follow(_STAYS, known.gpu_id, known.track, at_ms, goes_on)
+        stay = self._spans.follow(STAYS, known.gpu_id, known.track, at_ms, goes_on)
         if stay is None:
             first_ms = at_ms if began_ms is None else min(at_ms, began_ms)
             stay = Stay(self._new_id(tenancy.c.tenancy_id), first_ms, at_ms, cvm_id, bdf, None, None, None)
         stay.learn(_text(sample.device.pci_bus_id), sample.host)
-        self._confirm(_STAYS, known.gpu_id, known.track, stay, max(at_ms, poll.polled_at_ms))
+        self._spans.confirm(STAYS, known.gpu_id, known.track, stay, max(at_ms, poll.polled_at_ms))
         return stay
 
     # Places of cards without uuid
@@ -435,8 +278,8 @@ class Batch:
 
     def _older_row_of_place(self, place: PlaceKey, at_ms: int) -> KnownGpu | None:
         """The row that covers an instant before the last one began: a batch that is written again, or a clock set back."""
-        self._flush_spans(0)
-        covering = and_(gpu.c.cvm_id == place[0], gpu.c.bdf == place[1], _STAYS.first <= at_ms, _STAYS.last >= at_ms)
+        self._spans.flush()
+        covering = and_(gpu.c.cvm_id == place[0], gpu.c.bdf == place[1], STAYS.first <= at_ms, STAYS.last >= at_ms)
         query = (
             select(gpu, gpu_latest.c.sampled_at_ms, tenancy)
             .join(tenancy, tenancy.c.gpu_id == gpu.c.gpu_id)
@@ -446,7 +289,7 @@ class Batch:
         if row is None:
             return None
         known = KnownGpu(row._mapping[gpu.c.gpu_id], row._mapping[gpu.c.model], row._mapping[gpu_latest.c.sampled_at_ms])
-        self._take_up(_STAYS, known.gpu_id, known.track, row)
+        self._spans.take_up(STAYS, known.gpu_id, known.track, row)
         known.newest_ms = known.newest_ms or known.track.reached_ms
         return known
 
@@ -460,7 +303,7 @@ class Batch:
         row.open = False
         # Both times are final or tell a later run that the row is closed.
         for owner in (row, card):
-            self._note_lagging(_STAYS, owner.gpu_id, owner.track, final=True)
+            self._spans.note_lagging(STAYS, owner.gpu_id, owner.track, final=True)
         soon = poll.polled_at_ms - stay.last_ms <= JOIN_WITHIN_MS
         if not soon or not stay.goes_on(*place, sample.host) or self._is_disputed(place, card, row, stay):
             return None
@@ -473,21 +316,21 @@ class Batch:
 
     def _is_disputed(self, place: PlaceKey, card: KnownGpu, row: KnownGpu, stay: Stay) -> bool:
         """Whether the card was elsewhere during the place's stay, or another card at the place just before."""
-        self._flush_spans(0)
+        self._spans.flush()
         cvm_id, bdf = place
         other = gpu.alias()
         here = and_(tenancy.c.cvm_id == cvm_id, tenancy.c.bdf == bdf)
         elsewhere = and_(
-            _STAYS.owner == card.gpu_id,
-            _STAYS.first < stay.last_ms,
-            _STAYS.last > stay.first_ms,
+            STAYS.owner == card.gpu_id,
+            STAYS.first < stay.last_ms,
+            STAYS.last > stay.first_ms,
             or_(tenancy.c.cvm_id != cvm_id, tenancy.c.bdf.is_(None), tenancy.c.bdf != bdf),
         )
         another = and_(
             here,
-            _STAYS.owner.not_in((card.gpu_id, row.gpu_id)),
-            _STAYS.last >= stay.first_ms - JOIN_WITHIN_MS,
-            exists().where(other.c.gpu_id == _STAYS.owner, other.c.uuid.is_not(None)),
+            STAYS.owner.not_in((card.gpu_id, row.gpu_id)),
+            STAYS.last >= stay.first_ms - JOIN_WITHIN_MS,
+            exists().where(other.c.gpu_id == STAYS.owner, other.c.uuid.is_not(None)),
         )
         return any(self._connection.execute(select(literal(1)).where(one).limit(1)).first() for one in (elsewhere, another))
 
@@ -507,102 +350,17 @@ class Batch:
     def _note_failure(self, gpu_id: int, at_ms: int, errors: Sequence[str]) -> None:
         kinds, detail = kinds_of(errors), _text("; ".join(errors)[:MAX_FAILURE_DETAIL])
         track = self._known.tracks.get((gpu_error.name, gpu_id)) or self._load_failures(gpu_id)
-        failure = self._follow(_FAILURES, gpu_id, track, at_ms, lambda failure: failure.goes_on(at_ms, kinds))
+        failure = self._spans.follow(FAILURES, gpu_id, track, at_ms, lambda failure: failure.goes_on(at_ms, kinds))
         if failure is None:
             failure = Failure(self._new_id(gpu_error.c.error_id), at_ms, at_ms, kinds, detail)
         failure.learn(at_ms, kinds, detail)
-        self._confirm(_FAILURES, gpu_id, track, failure, at_ms)
+        self._spans.confirm(FAILURES, gpu_id, track, failure, at_ms)
 
     def _load_failures(self, gpu_id: int) -> Track[Failure]:
         newest = select(gpu_error).where(gpu_error.c.gpu_id == gpu_id).order_by(gpu_error.c.since_ms.desc()).limit(1)
         track: Track[Failure] = Track()
-        self._take_up(_FAILURES, gpu_id, track, self._connection.execute(newest).first())
+        self._spans.take_up(FAILURES, gpu_id, track, self._connection.execute(newest).first())
         return track
-
-    # Spans
-
-    def _follow(
-        self, spans: _SpanTable[S], owner_id: int, track: Track[S], at_ms: int, goes_on: Callable[[S], bool]
-    ) -> S | None:
-        """The span that goes on at `at_ms`; None where a new one begins."""
-        span = track.follow(at_ms, goes_on)
-        if span is None and track.is_past(at_ms):
-            span = self._look_back(spans, owner_id, track, at_ms, goes_on)
-        return span
-
-    def _look_back(
-        self, spans: _SpanTable[S], owner_id: int, track: Track[S], at_ms: int, goes_on: Callable[[S], bool]
-    ) -> S | None:
-        """The stored span that goes on at `at_ms`, an instant that is not after all that is stored: the one that covers it,
-        or the current one if no other began since."""
-        self._note_lagging(spans, owner_id, track)
-        self._flush_spans(0)
-        current = track.current
-        of_owner = select(spans.table).where(spans.owner == owner_id)
-        covering = of_owner.where(spans.first <= at_ms, spans.last >= at_ms).order_by(spans.first.desc())
-        for row in self._connection.execute(covering):
-            if goes_on(span := spans.read(row)):
-                return current if current is not None and current.span_id == span.span_id else span
-        if current is None or not goes_on(current) or at_ms < current.last_ms:
-            return None
-        begun_since = of_owner.where(spans.first > current.last_ms, spans.first <= at_ms).limit(1)
-        return current if self._connection.execute(begun_since).first() is None else None
-
-    def _confirm(self, spans: _SpanTable[S], owner_id: int, track: Track[S], span: S, until_ms: int) -> None:
-        if track.current is not span:
-            self._note_lagging(spans, owner_id, track, final=True)
-        track.confirm(span, until_ms)
-        self._noted[spans.table.name][id(span)] = (owner_id, span)
-        self._followed[spans.table.name, owner_id] = track
-
-    def _note_lagging(self, spans: _SpanTable[S], owner_id: int, track: Track[S], *, final: bool = False) -> None:
-        """What is stored of the current span is brought up to date by the next flush, whatever its lag where it is `final`."""
-        span = track.current
-        if span is not None and span.last_ms != span.kept_ms:
-            span.changed |= final
-            self._noted[spans.table.name][id(span)] = (owner_id, span)
-            self._followed[spans.table.name, owner_id] = track
-
-    def _catch_up(self) -> None:
-        """Takes up what was confirmed some time ago and not since, so that no stored time lags for long."""
-        late = takewhile(lambda item: self._now_s - item[1].since >= self._lag_s, self._known.behind.items())
-        due = list(late)
-        forgotten: defaultdict[str, list[tuple[int, int]]] = defaultdict(list)
-        for key, behind in due:
-            track = self._known.tracks.get(key)
-            if track is not None and track.current is not None and track.current.span_id == behind.span_id:
-                track.current.changed = True
-                self._noted[key[0]][id(track.current)] = (key[1], track.current)
-                self._followed[key] = track
-            else:
-                forgotten[key[0]].append((behind.span_id, behind.last_ms))
-                self._caught_up.append(key)
-        for spans in _ALL_SPANS:
-            confirmed = sorted(forgotten[spans.table.name])
-            self._update(spans.table, (spans.key.name, spans.last.name), confirmed, rising=spans.last.name)
-
-    def _flush_spans(self, lag_ms: int) -> None:
-        for card in self._went_on.values():
-            self._noted[tenancy.name][id(card.track.current)] = (card.gpu_id, card.track.current)
-            self._followed[tenancy.name, card.gpu_id] = card.track
-        self._went_on.clear()
-        for spans in _ALL_SPANS:
-            noted = [(owner, span) for owner, span in self._noted[spans.table.name].values() if span.is_due(lag_ms)]
-            self._noted[spans.table.name].clear()
-            noted.sort(key=lambda item: item[1].span_id)
-            fresh = [(s.span_id, owner, s.first_ms, *spans.values(s)) for owner, s in noted if s.kept_ms is None]
-            if fresh:
-                self._bulk.insert(spans.table, spans.columns, fresh)
-            going_on = [s for _, s in noted if s.kept_ms is not None]
-            columns: tuple[str, ...] = (spans.key.name, spans.last.name)
-            values: list[tuple[Any, ...]] = [(s.span_id, s.last_ms) for s in going_on]
-            # All of them in one statement, for the order of locks; in the ordinary one no index is touched.
-            if any(s.changed for s in going_on):
-                columns = (spans.key.name, *spans.columns[3:])
-                values = [(s.span_id, *spans.values(s)) for s in going_on]
-            self._update(spans.table, columns, values, rising=spans.last.name)
-            for _, span in noted:
-                span.kept_ms, span.changed = span.last_ms, False
 
     # Meeting: every CVM and card of the batch becomes known before the first row is made
 
@@ -662,7 +420,7 @@ class Batch:
                 names = tuple(values[cvm.c[name]] for name in _NAMES)
                 key = (values[cvm.c.vmm], values[cvm.c.vm_id])
                 known = self._known.cvms[key] = KnownCvm(key, values[cvm.c.cvm_id], names, values[cvm.c.state_id])
-                self._take_up(_STRETCHES, known.cvm_id, known.track, row if known.state_id is not None else None)
+                self._spans.take_up(STRETCHES, known.cvm_id, known.track, row if known.state_id is not None else None)
                 if values[cvm_state.c.outcome] in (OK, CONTESTED):
                     brought_cards[known.cvm_id] = known.track
             self._confirm_by_cards(brought_cards)
@@ -707,7 +465,7 @@ class Batch:
             for row in self._connection.execute(query.where(column.in_(some))):
                 newest_ms = row._mapping[gpu_latest.c.sampled_at_ms]
                 known = KnownGpu(row._mapping[gpu.c.gpu_id], row._mapping[gpu.c.model], newest_ms, newest_ms)
-                self._take_up(_STAYS, known.gpu_id, known.track, row if newest_ms is not None else None)
+                self._spans.take_up(STAYS, known.gpu_id, known.track, row if newest_ms is not None else None)
                 self._known.cards[row._mapping[gpu.c.uuid]] = known
 
     def _load_places(self, cvm_ids: Sequence[int]) -> None:
@@ -732,7 +490,7 @@ class Batch:
                 values = row._mapping
                 newest_ms = values[gpu_latest.c.sampled_at_ms]
                 known = KnownGpu(values[gpu.c.gpu_id], values[gpu.c.model], newest_ms, newest_ms)
-                self._take_up(_STAYS, known.gpu_id, known.track, row)
+                self._spans.take_up(STAYS, known.gpu_id, known.track, row)
                 known.newest_ms = known.newest_ms or known.track.reached_ms
                 known.open = values["card_uuid"] is None and not values["seen_since"]
                 place = (values[gpu.c.cvm_id], values[gpu.c.bdf])
@@ -744,23 +502,10 @@ class Batch:
             if uuid is not None:
                 self._known.places[place].card = self._known.cards[uuid]
 
-    def _take_up(self, spans: _SpanTable[S], owner_id: int, track: Track[S], row: Row[Any] | None) -> None:
-        self._known.tracks[spans.table.name, owner_id] = track
-        if row is None:
-            return
-        span = spans.read(row)
-        behind = self._known.behind.get((spans.table.name, owner_id))
-        known_ms = behind.last_ms if behind is not None and behind.span_id == span.span_id else span.last_ms
-        track.confirm(span, known_ms)
-
     # Rows
 
     def _cvm_rows(self) -> list[tuple[Any, ...]]:
         return [(cvm_id, *known.names, known.state_id) for cvm_id, known in sorted(self._renamed.items())]
-
-    def _update(self, table: Table, columns: Sequence[str], rows: list[tuple[Any, ...]], rising: str = "") -> None:
-        if rows:
-            self._bulk.update(table, columns, rows, rising)
 
     def _new_id(self, key: Column[Any]) -> int:
         ids = self._ids[key.table.name]

@@ -66,7 +66,7 @@ class Bulk(Protocol):
 
     def update(self, table: Table, columns: Sequence[str], rows: Rows, rising: str = "") -> None:
         """The first column is the key, the others are set; `rising` names one that keeps its own value where that is larger:
-        another writer may have got further."""
+        another writer may have got further. No rows are no work."""
 
     def insert_samples(self, rows: Rows, latest: Rows) -> int:
         """Samples and the latest of each card; returns how many of `rows` were not stored before. A card's latest never moves
@@ -112,6 +112,8 @@ class SqliteBulk:
         self._many(f"{_insert(table, columns)} ON CONFLICT DO NOTHING", rows)
 
     def update(self, table: Table, columns: Sequence[str], rows: Rows, rising: str = "") -> None:
+        if not rows:
+            return
         key, *others = columns
         values = ", ".join(f"{name} = max({name}, ?)" if name == rising else f"{name} = ?" for name in others)
         self._many(f"UPDATE {table.name} SET {values} WHERE {key} = ?", [(*row[1:], row[0]) for row in rows])
@@ -211,6 +213,8 @@ class PostgresBulk:
         )
 
     def update(self, table: Table, columns: Sequence[str], rows: Rows, rising: str = "") -> None:
+        if not rows:
+            return
         key, *others = columns
         arrays = tuple(map(list, zip(*rows, strict=True)))
         if len(rows) > 1:

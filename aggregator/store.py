@@ -50,12 +50,13 @@ from sqlalchemy.exc import ArgumentError, DBAPIError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from aggregator import queries
-from aggregator.batch import Batch, Memory
+from aggregator.batch import Batch
 from aggregator.bulk import LIMIT_WAITS, LOCK_WAIT_S
 from aggregator.catalogue import differences, put_back
 from aggregator.check import Condition
 from aggregator.comments import VIEWS, comments
 from aggregator.errors import DatabaseAway, QueryTooSlow, Unstorable
+from aggregator.known import Memory
 from aggregator.rows import Cvm, Poll
 from aggregator.survey import read_condition
 from aggregator.tables import lease, metadata, setting
