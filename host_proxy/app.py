@@ -14,7 +14,15 @@ from google.protobuf.message import DecodeError
 from gpuwire import service
 from gpuwire.access import Tokens, guard, server_tls
 from gpuwire.address import TcpAddress
-from gpuwire.errors import Conflict, Malformed, NotRunning, TelemetryError, TooLarge, UnknownMethod
+from gpuwire.errors import (
+    Conflict,
+    Malformed,
+    MethodNotAllowed,
+    NotRunning,
+    TelemetryError,
+    TooLarge,
+    UnknownMethod,
+)
 from gpuwire.http_client import HttpClient
 from gpuwire.metrics import expose
 from gpuwire.pb.vmm_pb2 import GuestsRequest, Id, StatusRequest
@@ -31,7 +39,7 @@ from host_proxy.qemu_source import QemuSource
 from host_proxy.quick_calls import QuickCalls
 from host_proxy.settings import Settings, SourceSettings
 from host_proxy.sources import Source, Sources
-from host_proxy.upstream import UpstreamVmm, upstream_session
+from host_proxy.upstream import READING, UpstreamVmm, upstream_session
 from host_proxy.vms import VmsFile
 
 SYSFS = Path("/sys")
@@ -82,14 +90,14 @@ async def _listen(settings: Settings, proxy: Proxy, stack: AsyncExitStack) -> No
     tls = server_tls(*settings.tls) if settings.tls else None
     access = SocketAccess(settings.socket_mode, settings.socket_group)
     for address in settings.listen:
-        guarded = tokens is not None and isinstance(address, TcpAddress)
-        app = proxy.web_app(guarded=guarded)
         if isinstance(address, TcpAddress):
+            app = proxy.web_app(over_tcp=True, guarded=tokens is not None)
             if tokens:
                 guard(app, tokens)
             await stack.enter_async_context(service.http_server(app, address, tls=tls))
         else:
-            await stack.enter_async_context(service.http_server(app, address, access=access, front=proxy.quick_calls()))
+            server = service.http_server(proxy.web_app(), address, access=access, front=proxy.quick_calls())
+            await stack.enter_async_context(server)
     if settings.grpc is not None:
         # Only this listener is worth grpcio's 40 ms, 12 MB and 7 threads.
         from host_proxy.grpc_surface import grpc_server, tls_credentials  # noqa: PLC0415
@@ -108,7 +116,7 @@ async def _listen(settings: Settings, proxy: Proxy, stack: AsyncExitStack) -> No
 
 
 class Proxy:
-    """What is served, on each listener the same."""
+    """What is served, on each listener the same, but for what a port is too open for."""
 
     def __init__(
         self, sources: Sources, passthrough: PassThrough, metrics: ProxyMetrics, upstream: UpstreamVmm | None = None
@@ -123,20 +131,22 @@ class Proxy:
         """In front of the web_app of a listener where no call needs a token."""
         return QuickCalls(GUEST_MOUNT, GUEST_METHODS, self.relay)
 
-    def web_app(self, *, guarded: bool = False) -> web.Application:
+    def web_app(self, *, over_tcp: bool = False, guarded: bool = False) -> web.Application:
         """`guarded`: callers show a token of ours."""
         app = service.new_app()
+        if over_tcp:
+            app.middlewares.append(_refuse_web_pages)
         service.add_prpc(app, GUEST_MOUNT, self.relay)
         if self._upstream is not None:
             # One segment, no dots alone: nothing but a VMM's own call is reached by way of this mount.
-            app.router.add_route("*", r"/prpc/{method:\w[\w.]*}", partial(self._pass_on, guarded=guarded))
+            app.router.add_route("*", r"/prpc/{method:\w[\w.]*}", partial(self._pass_on, over_tcp=over_tcp, guarded=guarded))
         else:
             service.add_prpc(app, "/prpc", self._call_vmm)
         app.router.add_post("/guests/GpuInfo", self._all_guests)
         app.router.add_get("/metrics", self._own_metrics)
         app.router.add_get("/guest-metrics", self._guest_metrics)
         app.router.add_get("/sd", self._service_discovery)
-        app.router.add_get("/healthz", self._healthz)
+        app.router.add_get("/healthz", partial(self._healthz, over_tcp=over_tcp))
         return app
 
     async def _call_vmm(self, call: Call) -> Reply:
@@ -151,7 +161,7 @@ class Proxy:
             case "ListGpus":
                 taken = frozenset(bdf for vm in fleet.vms.values() for bdf in vm.gpus or ())
                 return answer(call, vmm_api.list_gpus(await asyncio.to_thread(read_host_cards, SYSFS, taken)))
-        raise UnknownMethod(f"{call.method}; known are Status, GetInfo, Version, ListGpus")
+        raise UnknownMethod(f"{call.method}; known are {', '.join(READING)}")
 
     async def _all_guests(self, request: web.Request) -> web.StreamResponse:
         try:
@@ -173,10 +183,10 @@ class Proxy:
             service.cut(request)  # the caller has left
         return response
 
-    async def _pass_on(self, request: web.Request, *, guarded: bool) -> web.StreamResponse:
+    async def _pass_on(self, request: web.Request, *, over_tcp: bool, guarded: bool) -> web.StreamResponse:
         assert self._upstream is not None
         try:
-            return await self._upstream.relay(request, guarded=guarded)
+            return await self._upstream.relay(request, over_tcp=over_tcp, guarded=guarded)
         except TelemetryError as error:
             return service.error_response(request, error)
 
@@ -221,9 +231,21 @@ class Proxy:
         ]
         return web.json_response(groups)
 
-    async def _healthz(self, _request: web.Request) -> web.Response:
+    async def _healthz(self, _request: web.Request, *, over_tcp: bool) -> web.Response:
+        """Over TCP, where it needs no token, without what the problems are: they name VMs and addresses."""
         problems = self._sources.problems()
-        return web.json_response({"status": "degraded" if problems else "ok", "problems": problems})
+        status = {"status": "degraded" if problems else "ok"}
+        return web.json_response(status if over_tcp else {**status, "problems": problems})
+
+
+@web.middleware
+async def _refuse_web_pages(request: web.Request, handler: object) -> web.StreamResponse:
+    """A browser sends a page's POST to any port of its machine, and says whose page it was; no client of ours is a page."""
+    assert callable(handler)
+    if "Origin" in request.headers:
+        return service.error_response(request, MethodNotAllowed(f"a web page may not call: {request.headers['Origin'][:100]}"))
+    response: web.StreamResponse = await handler(request)
+    return response
 
 
 def _scrape_limit_s(header: str) -> float | None:

@@ -15,7 +15,7 @@ from yarl import URL
 from gpuwire import service
 from gpuwire.address import Address, TcpAddress, UnixAddress, UrlAddress
 from gpuwire.bdf import Bdf
-from gpuwire.errors import BadReply, TelemetryError, Unreachable
+from gpuwire.errors import BadReply, MethodNotAllowed, TelemetryError, Unreachable
 from gpuwire.pb.vmm_pb2 import VmInfo
 from gpuwire.placement import AttachedCard
 from gpuwire.vmm_list import MAX_STATUS_BYTES, STATUS_TARGET, list_vms
@@ -24,6 +24,8 @@ from host_proxy.vms import Vm, in_attach_order
 log = logging.getLogger(__name__)
 
 UPSTREAM = "upstream"
+# The VMM's calls that change nothing: what the proxy answers itself where it has no upstream.
+READING = ("Status", "GetInfo", "Version", "ListGpus")
 REFRESH_S = 1.5
 LIST_DEADLINE_S = 10.0
 # Of one connection; they are the server's and ours to set anew. Source: RFC 9110, section 7.6.1.
@@ -34,7 +36,7 @@ HOP_BY_HOP = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Upstream:
-    """`token` is sent with calls of our own; a client's calls carry the client's."""
+    """`token` is sent with calls of our own, and with a client's that only reads and brings none."""
 
     address: Address
     token: str = ""
@@ -79,15 +81,19 @@ class UpstreamVmm:
         if vms != self._vms:
             self._vms = vms
 
-    async def relay(self, request: web.Request, *, guarded: bool) -> web.StreamResponse:
+    async def relay(self, request: web.Request, *, over_tcp: bool, guarded: bool) -> web.StreamResponse:
         """Passes a VMM call on and its reply back as it comes, whatever it is; raises TelemetryError before the reply began.
 
-        `guarded`: the caller's token was for us, it goes no further. Where the caller brings none, ours is sent.
+        Who may open the VMM's socket may start and remove VMs; who reaches a port may not: `over_tcp` only READING goes on.
+        `guarded`: the caller's token was for us, it goes no further. Where a caller who reads brings none, ours is sent.
         """
+        method = request.match_info["method"]
+        if over_tcp and method not in READING:
+            raise MethodNotAllowed(f"{method}: over TCP only {', '.join(READING)} go to the VMM; ask on a Unix socket")
         headers = {name: value for name, value in request.headers.items() if name.lower() not in HOP_BY_HOP}
         if guarded:
             headers.pop("Authorization", None)
-        if self._upstream.token:
+        if self._upstream.token and method in READING:
             headers.setdefault("Authorization", f"Bearer {self._upstream.token}")
         body = await service.read_body(request)
         # Encoded as it came: a URL that is parsed anew may come out as another one.

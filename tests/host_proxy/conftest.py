@@ -12,7 +12,7 @@ import aiohttp
 import pytest
 
 from gpuwire import service
-from gpuwire.address import UnixAddress
+from gpuwire.address import TcpAddress, UnixAddress
 from gpuwire.http_client import HttpClient
 from gpuwire.schema import Policy, Unversioned
 from host_proxy.app import Proxy as ProxyApp
@@ -22,6 +22,7 @@ from host_proxy.passthrough import GUEST_METHODS, PassThrough, Rules
 from host_proxy.settings import SourceSettings
 from host_proxy.upstream import Upstream
 from tests.fakes.guest import FakeGuest
+from tests.processes import free_port
 
 VMS = """
 [[vm]]
@@ -55,6 +56,7 @@ class Proxy:
     session: aiohttp.ClientSession
     stack: AsyncExitStack
     guests: dict[str, FakeGuest] = field(default_factory=dict)
+    app: ProxyApp = field(init=False)
 
     async def start(self, *, max_reply: int = MAX_REPLY, upstream: Upstream | None = None, **rules: Any) -> None:
         """`rules` are those that differ from RULES."""
@@ -64,9 +66,17 @@ class Proxy:
         sources, vmm = await open_sources(settings, self.stack)
         metrics = ProxyMetrics(sources, client)
         passthrough = PassThrough(client, sources.fleet, replace(RULES, **rules), upstream, metrics.count_verdict)
-        app = ProxyApp(sources, passthrough, metrics, vmm)
+        self.app = ProxyApp(sources, passthrough, metrics, vmm)
         listen = UnixAddress(str(self.folder / "vmm.sock"))
-        await self.stack.enter_async_context(service.http_server(app.web_app(), listen, front=app.quick_calls()))
+        server = service.http_server(self.app.web_app(), listen, front=self.app.quick_calls())
+        await self.stack.enter_async_context(server)
+
+    async def listen_on_tcp(self, *, guarded: bool = False) -> str:
+        """Its URL there."""
+        address = TcpAddress("127.0.0.1", free_port())
+        app = self.app.web_app(over_tcp=True, guarded=guarded)
+        await self.stack.enter_async_context(service.http_server(app, address))
+        return f"http://{address}"
 
     async def call(
         self, target: str, body: bytes | None = None, *, http_method: str = "POST", content_type: str | None = None

@@ -102,6 +102,49 @@ async def test_a_clients_token_goes_with_its_call(proxy: Proxy, short_dir: Path)
         assert {token for _, token in seen} == {"Bearer ours", "Bearer theirs"}
 
 
+@pytest.mark.parametrize("guarded", [False, True])
+async def test_over_tcp_nobody_changes_anything_at_the_vmm(proxy: Proxy, short_dir: Path, guarded: bool) -> None:
+    async with echoing_vmm(short_dir / "upstream.sock") as seen, aiohttp.ClientSession() as caller:
+        await proxy.start(upstream=upstream(proxy, token="ours"))
+        url = await proxy.listen_on_tcp(guarded=guarded)
+        theirs = {"Authorization": "Bearer theirs"}
+        for method in ("RemoveVm", "StopVm", "CreateVm", "Vmm.StopVm", "status"):
+            async with caller.post(f"{url}/prpc/{method}?json", data=b"{}", headers=theirs) as reply:
+                assert (reply.status, (await reply.json())["error"][:18]) == (403, "method_not_allowed")
+        seen.clear()
+        async with caller.post(f"{url}/prpc/ListGpus", headers=theirs) as reply:
+            assert reply.status == 200
+        assert ("/prpc/ListGpus", "Bearer ours" if guarded else "Bearer theirs") in seen
+
+
+async def test_our_token_is_lent_to_who_reads_only(proxy: Proxy, short_dir: Path) -> None:
+    async with echoing_vmm(short_dir / "upstream.sock") as seen:
+        await proxy.start(upstream=upstream(proxy, token="ours"))
+        for method in ("Status", "GetInfo", "Version", "ListGpus", "StopVm"):
+            await proxy.call(f"/prpc/{method}", b"")
+        tokens = dict(seen)
+    assert tokens.pop("/prpc/StopVm") == ""
+    assert set(tokens.values()) == {"Bearer ours"}
+
+
+async def test_a_web_page_is_refused_whatever_it_posts(proxy: Proxy, vmm: FakeVmm) -> None:
+    await proxy.start(upstream=upstream(proxy), methods=frozenset({"GpuInfo", "Shutdown"}), unversioned=Unversioned.ALLOW)
+    url = await proxy.listen_on_tcp()
+    async with aiohttp.ClientSession() as browser:
+        for path in ("/guest/Shutdown?json", "/prpc/Status?json", "/guests/GpuInfo"):
+            headers = {"Origin": "https://evil.example", "Content-Type": "text/plain"}
+            async with browser.post(f"{url}{path}", data=b'{"id": "vm-3"}', headers=headers) as reply:
+                assert (reply.status, "web page" in await reply.text()) == (403, True)
+    assert vmm.guests[1].calls == 0
+
+
+async def test_what_is_wrong_is_not_told_over_tcp(proxy: Proxy) -> None:
+    await proxy.start(upstream=upstream(proxy))
+    async with aiohttp.ClientSession() as stranger, stranger.get(f"{await proxy.listen_on_tcp()}/healthz") as reply:
+        assert await reply.json() == {"status": "degraded"}
+    assert "upstream.sock" in (await proxy.call("/healthz", http_method="GET"))[1].decode()
+
+
 @pytest.mark.parametrize(
     "path", ["/prpc/../guest/Shutdown", "/prpc/%2e%2e/guest/Shutdown", "/prpc//../../guest/Shutdown", "/prpc/..", "/prpc/"]
 )
