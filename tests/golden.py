@@ -2,96 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
-import click
 from sqlalchemy import create_engine, inspect, text
 
-from aggregator.__main__ import cli as aggregator_cli
 from aggregator.comments import VIEWS, column_comment
 from aggregator.tables import metadata, sqlite_metadata
 from aggregator.views import view_queries
-from gpuwire.device import GAUGES
-from gpuwire.errors import TelemetryError
-from guest_agent.__main__ import cli as guest_agent_cli
-from host_proxy.__main__ import cli as host_proxy_cli
+from deploy.grafana import dashboards
 from tests.aggregator.report_page import reports_page
 from tests.guest_agent.pages import dashboard_page, metrics_page
+from tests.reference import reference
 
 ROOT = Path(__file__).parent.parent
-PROGRAMS = {"gpu-guest-agent": guest_agent_cli, "gpu-host-proxy": host_proxy_cli, "gpu-aggregator": aggregator_cli}
-
-
-SETTINGS = """\
-Flags win over the environment, the environment over the file that `--config` names: TOML, a key for each flag with `-` written
-as `_`. A flag that may be repeated (`...`) is a list there, and separated by blanks in the environment. Durations are seconds,
-fractions allowed."""
-
-
-def reference() -> str:
-    lines = ["# Reference", "", "Made from the code by `make golden`.", ""]
-    lines += [SETTINGS, ""]
-    for program, cli in PROGRAMS.items():
-        lines += [f"## {program}", "", first_line(cli), ""]
-        for name, command in commands(cli):
-            lines += [f"### {program} {name}", "", first_line(command), "", *settings(command), ""]
-    lines += ["## Fields of a card", "", *fields(), ""]
-    lines += ["## Errors", "", "The word stands at the head of an error's message and is a poll's outcome where one fails.", ""]
-    lines += ["| word | HTTP status | says |", "| --- | --- | --- |"]
-    lines += [f"| {error.word} | {error.status} | {first_line(error)} |" for error in sorted_errors()]
-    lines += ["", "## SQL views", ""]
-    for view, columns in view_columns().items():
-        lines += [f"`{view}`: {', '.join(columns)}", ""]
-    return "\n".join(lines)
-
-
-def commands(group: click.Group) -> Iterator[tuple[str, click.Command]]:
-    """Every command by the words that call it, those of groups within too."""
-    for name, command in sorted(group.commands.items()):
-        if isinstance(command, click.Group):
-            yield from ((f"{name} {inner}", found) for inner, found in commands(command))
-        else:
-            yield name, command
-
-
-def first_line(documented: click.Command | type) -> str:
-    text = documented.help if isinstance(documented, click.Command) else documented.__doc__
-    return (text or "").splitlines()[0]
-
-
-def settings(command: click.Command) -> Iterator[str]:
-    prefix = command.context_settings.get("auto_envvar_prefix")
-    yield "| flag | environment | default | |"
-    yield "| --- | --- | --- | --- |"
-    for parameter in command.params:
-        if isinstance(parameter, click.Argument):
-            continue
-        assert isinstance(parameter, click.Option)
-        flag = parameter.opts[0]
-        metavar = "" if parameter.is_flag else f" {parameter.make_metavar(click.Context(command))}"
-        default = parameter.default if parameter.show_default else ""
-        shown = ", ".join(default) if isinstance(default, (list, tuple)) else default
-        repeated = " ..." if parameter.multiple else ""
-        environment = f"`{prefix}_{parameter.name.upper()}`" if prefix and parameter.name else ""
-        text = (parameter.help or "").replace("|", "\\|")
-        yield f"| `{flag}{metavar.replace('|', chr(92) + '|')}`{repeated} | {environment} | {shown} | {text} |"
-
-
-def fields() -> Iterator[str]:
-    yield "| field | unit | largest sound value | NVML | |"
-    yield "| --- | --- | --- | --- | --- |"
-    for g in GAUGES:
-        yield f"| `{g.name}` | {g.unit} | {g.upper} | `{g.source}` | {g.help} |"
-
-
-def sorted_errors() -> list[type[TelemetryError]]:
-    def below(kind: type[TelemetryError]) -> Iterator[type[TelemetryError]]:
-        for child in kind.__subclasses__():
-            yield child
-            yield from below(child)
-
-    return sorted(below(TelemetryError), key=lambda kind: (kind.status, kind.word))
 
 
 def view_columns() -> dict[str, list[str]]:
@@ -129,6 +54,7 @@ GOLDEN: dict[Path, Callable[[], str]] = {
     ROOT / "tests/guest_agent/golden/metrics.txt": lambda: metrics_page(""),
     ROOT / "tests/guest_agent/golden/metrics.openmetrics.txt": lambda: metrics_page("application/openmetrics-text"),
     ROOT / "tests/guest_agent/golden/dashboard.html": dashboard_page,
+    **{dashboards.file_of(uid): partial(dashboards.text_of, uid) for uid in dashboards.DASHBOARDS},
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -12,20 +13,22 @@ import sys
 import time
 import urllib.request
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 
 from tests.golden import ROOT
+from tests.needs import program_or_skip
 
 
-@pytest.fixture
-def demo(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
+@contextmanager
+def running_demo(tmp_path: Path, *flags: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """The running demo and what it printed, in a folder of its own."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "demo"],
+        [sys.executable, "-m", "demo", *flags],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,
@@ -44,6 +47,12 @@ def demo(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
     finally:
         process.terminate()
         process.communicate(timeout=30)
+
+
+@pytest.fixture
+def demo(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    with running_demo(tmp_path) as running:
+        yield running
 
 
 def test_the_demo_shows_live_figures_and_ends_on_ctrl_c(demo: tuple[subprocess.Popen[str], str], tmp_path: Path) -> None:
@@ -88,6 +97,43 @@ def test_the_demo_shows_live_figures_and_ends_on_ctrl_c(demo: tuple[subprocess.P
     process.send_signal(signal.SIGINT)
     assert process.wait(20) == 0
     assert psutil.wait_procs(children, 10)[1] == []
+
+
+def test_with_a_postgresql_and_a_prometheus_it_shows_an_alert_for_a_cvm_that_hangs(tmp_path: Path) -> None:
+    program_or_skip("prometheus")
+    with running_demo(tmp_path, "--postgres", "--prometheus") as (process, printed):
+        children = psutil.Process(process.pid).children(recursive=True)
+        assert "postgres" in {child.name() for child in children}
+        # One that is gone is noticed sooner than one that hangs, whose answer is waited for.
+        hang = re.search(r"kill -STOP (\d+) ", printed)
+        assert hang is not None
+        os.kill(int(hang[1]), signal.SIGKILL)
+        other = next(child for child in children if "gpu-guest-agent" in " ".join(child.cmdline()))
+        other.suspend()
+        prometheus = re.search(r"its alerts +(http://127\.0\.0\.1:\d+)/alerts", printed)
+        assert prometheus is not None
+        found = asked(f"{prometheus[1]}/api/v1/rules?type=alert")["groups"]
+        waits = {rule["name"]: rule["duration"] for group in found for rule in group["rules"]}
+        assert (waits["GpuCvmSilent"], waits["GpuIdle"]) == (60, 1800)
+        deadline = time.monotonic() + 60
+        while True:
+            alerts = asked(f"{prometheus[1]}/api/v1/alerts")["alerts"]
+            if any(alert["labels"].get("vm_name") == "serving (simulated)" for alert in alerts):
+                break
+            assert time.monotonic() < deadline, alerts
+            time.sleep(0.3)
+        sql = re.search(r"history in SQL {2}(.*)", printed)
+        assert sql is not None
+        assert "simulated" in run_as_printed(sql[1], tmp_path)
+
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 0
+        assert psutil.wait_procs(children, 10)[1] == []
+
+
+def asked(url: str) -> Any:
+    """What Prometheus answers."""
+    return json.loads(urllib.request.urlopen(url).read())["data"]
 
 
 def run_as_printed(command: str, folder: Path) -> str:

@@ -22,8 +22,7 @@ OURS = (*SERVICES, "gpuwire")
 
 # Everything else in gpuwire takes values and returns values.
 EDGES = {"gpuwire.access", "gpuwire.listener", "gpuwire.transport", "gpuwire.service", "gpuwire.http_client"}
-EDGE_LIBRARIES = {"aiohttp", "asyncio", "click", "httptools", "sdnotify", "selectors", "signal", "socket", "ssl", "subprocess",
-                  "threading"}  # fmt: skip
+EDGE_LIBRARIES = {"aiohttp", "asyncio", "click", "httptools", "selectors", "signal", "socket", "ssl", "subprocess", "threading"}
 
 # Importing ctypes has imported os already: it costs a sample nothing.
 COLLECTOR_IMPORTS = {"__future__", "ctypes", "os", "sys"}
@@ -44,6 +43,7 @@ def modules() -> dict[str, Path]:
     return found
 
 
+@cache
 def imported(name: str, *, at_top: bool = False) -> set[str]:
     """The modules that `name` imports itself, or only those that importing it loads."""
     found = set()
