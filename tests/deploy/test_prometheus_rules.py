@@ -21,7 +21,9 @@ from typing import Any
 import pytest
 
 from aggregator.fleet_metrics import fleet_page
+from aggregator.maintenance import Maintenance
 from aggregator.metrics import SelfMetrics
+from aggregator.settings import Retention
 from aggregator.spool import DEFAULT_MAX_BYTES
 from aggregator.store import Store
 from aggregator.writer import Writer
@@ -102,6 +104,13 @@ def on_one(name: str, values: str, **labels: str) -> dict[str, str]:
 
 def without(labels: Labels, *names: str) -> dict[str, str]:
     return {name: value for name, value in labels.items() if name not in names}
+
+
+def late_turns(soon: int, late: int) -> dict[str, str]:
+    """The histogram of turns, so many a minute within a second and between 5 and 10 s after their time."""
+    counts = {"1": soon, "5": soon, "10": soon + late, "+Inf": soon + late}
+    name = "gpu_aggregator_turn_lag_seconds_bucket"
+    return {series: values for le, n in counts.items() for series, values in on_one(name, f"0+{n}x60", le=le).items()}
 
 
 @dataclass(frozen=True)
@@ -191,6 +200,25 @@ CASES = {
             },
         ),
     ),
+    "GpuVmmNotPolled": Case(
+        on_both("gpu_aggregator_vmm_lease", {"vmm": "host-1"}, "0x30"),
+        {"vmm": "host-1"},
+        (
+            {
+                **on_one("gpu_aggregator_vmm_lease", "0x30", vmm="host-1"),
+                written("gpu_aggregator_vmm_lease", {**OTHER, "vmm": "host-1"}): "1x30",
+            },
+            # Taken over.
+            {
+                **on_one("gpu_aggregator_vmm_lease", "1x10 stale", vmm="host-1"),
+                written("gpu_aggregator_vmm_lease", {**OTHER, "vmm": "host-1"}): "0x11 1x20",
+            },
+            {
+                **on_one("gpu_aggregator_vmm_lease", "0x30", vmm="host-1"),
+                **on_one("gpu_aggregator_database_up", "0x30"),
+            },
+        ),
+    ),
     "GpuIdle": Case(
         on_both("dstack_gpu_utilization_percent", CARD, "0x100 1x20 0x260"),
         without(CARD, "pci_bus_id"),
@@ -236,6 +264,52 @@ CASES = {
             },
             on_one("gpu_aggregator_polls_dropped_total", "0x2 5x30", where="memory"),
         ),
+    ),
+    "GpuPollsLate": Case(
+        late_turns(soon=90, late=10),
+        {"instance": ONE["instance"]},
+        (late_turns(soon=99, late=1), late_turns(soon=0, late=0)),
+        at="45m",
+    ),
+    "GpuHistoryBehind": Case(
+        {
+            **on_both("gpu_aggregator_rollup_lag_seconds", {"resolution": "5m"}, "7000+60x60"),
+            **on_both("gpu_aggregator_rollup_lag_seconds", {"resolution": "1h"}, "9000x60"),
+            **on_one("gpu_aggregator_database_up", "1x60"),
+        },
+        {"resolution": "5m"},
+        (
+            {
+                **on_both("gpu_aggregator_rollup_lag_seconds", {"resolution": "5m"}, "3600x60"),
+                **on_both("gpu_aggregator_rollup_lag_seconds", {"resolution": "1h"}, "9000x60"),
+            },
+            {
+                **on_both("gpu_aggregator_rollup_lag_seconds", {"resolution": "1h"}, "90000x60"),
+                **on_one("gpu_aggregator_database_up", "0x60"),
+            },
+            # One of them no longer looks, the other one sees the progress.
+            {
+                **on_one("gpu_aggregator_rollup_lag_seconds", "90000x60", resolution="5m"),
+                written("gpu_aggregator_rollup_lag_seconds", {**OTHER, "resolution": "5m"}): "600x60",
+            },
+        ),
+        at="50m",
+    ),
+    "GpuHistoryFailing": Case(
+        {
+            **on_one("gpu_aggregator_history_failures_total", "0+1x120", kind="disk_full"),
+            **on_one("gpu_aggregator_database_up", "1x120"),
+        },
+        {"instance": ONE["instance"], "kind": "disk_full"},
+        (
+            # It failed for some minutes.
+            on_one("gpu_aggregator_history_failures_total", "0x30 0+1x10 10x80", kind="locked"),
+            {
+                **on_one("gpu_aggregator_history_failures_total", "0+1x120", kind="unreachable"),
+                **on_one("gpu_aggregator_database_up", "0x120"),
+            },
+        ),
+        at="90m",
     ),
 }
 
@@ -328,7 +402,9 @@ async def test_every_metric_that_is_named_is_there(tmp_path: Path) -> None:
     with closing(Store(f"sqlite:///{tmp_path}/history.db")) as store:
         store.require_current()
         writer = Writer(store, tmp_path / "spool")
-        page = SelfMetrics(writer).page("")[0] + fleet_page([], [], now_ms=0, stale_after_s=120)
+        page = SelfMetrics(writer, Maintenance(store, Retention())).page("")[0] + fleet_page(
+            [], [], now_ms=0, stale_after_s=120
+        )
         await writer.close()
     there = set(re.findall(r"^# TYPE (\S+)", page.decode(), re.MULTILINE))
     there |= {family.name for family in [*device_families([({}, GpuDevice(0))]), *snapshot_families({}, GpuSnapshot())]}
@@ -336,7 +412,7 @@ async def test_every_metric_that_is_named_is_there(tmp_path: Path) -> None:
     there |= set(re.findall(r'"((?:gpu_host_proxy|dstack_gpu_probe)_\w+)"', proxy))
     for text in (DOC, RULES_TEXT, (FOLDER / "prometheus.yml").read_text()):
         named = set(re.findall(r"(?<![\w:])((?:dstack_gpu|gpu_aggregator|gpu_host_proxy)_\w+\b)(?![*:])", text))
-        assert named - there == set()
+        assert {name.removesuffix("_bucket") for name in named} - there == set()
 
 
 def test_the_queries_in_the_docs_find_what_they_say(tmp_path: Path) -> None:
