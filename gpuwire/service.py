@@ -7,18 +7,18 @@ import ipaddress
 import logging
 import os
 import signal
+import socket
 import ssl
 import sys
 import time
 import tomllib
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, cast
 
 import click
-import sdnotify
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError, PayloadEncodingError
 
@@ -35,7 +35,9 @@ log = logging.getLogger(__name__)
 SHUTDOWN_TIMEOUT_S = 2.0
 MAX_LINE = 4096
 MAX_SECONDS = 1e9
+SERVER = "gpu-telemetry"  # aiohttp would name Python's version and its own
 Handler = Callable[[Call], Awaitable[Reply]]
+Refusal = Callable[[int, BaseException | None], web.Response]  # of a status, and what led to it
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., None])
 
@@ -281,30 +283,26 @@ async def serve_until(stop: asyncio.Event, ready: str) -> None:
 
     Where the unit has a watchdog, it is fed from the event loop: a loop that is stuck starves it.
     """
-    with _systemd() as notify:
-        notify("READY=1")
-        log.info("started: %s", ready)
-        period_s = watchdog_period_s()
-        while not stop.is_set():
-            notify("WATCHDOG=1")
-            with suppress(TimeoutError):
-                await asyncio.wait_for(stop.wait(), period_s)
-        notify("STOPPING=1")
-        log.info("stopping")
+    _tell_systemd("READY=1")
+    log.info("started: %s", ready)
+    period_s = watchdog_period_s()
+    while not stop.is_set():
+        _tell_systemd("WATCHDOG=1")
+        with suppress(TimeoutError):
+            await asyncio.wait_for(stop.wait(), period_s)
+    _tell_systemd("STOPPING=1")
+    log.info("stopping")
 
 
-@contextmanager
-def _systemd() -> Iterator[Callable[[str], None]]:
-    """Tells systemd a state; nothing where it does not listen. sdnotify leaves its socket open, used or not."""
-    if "NOTIFY_SOCKET" not in os.environ:
-        yield lambda _state: None
+def _tell_systemd(state: str) -> None:
+    """Nothing where it does not listen. Source: sd_notify(3)."""
+    address = os.environ.get("NOTIFY_SOCKET", "")
+    if not address.startswith(("/", "@")):
         return
-    notifier = sdnotify.SystemdNotifier()
-    try:
-        yield notifier.notify
-    finally:
-        if notifier.socket is not None:
-            notifier.socket.close()
+    # A service whose news nobody takes is as good as ever.
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock, suppress(OSError):
+        sock.connect("\0" + address[1:] if address.startswith("@") else address)  # "@": an abstract name
+        sock.send(state.encode())
 
 
 def watchdog_period_s() -> float | None:
@@ -325,6 +323,24 @@ class Front(Protocol):
     async def close(self) -> None: ...
 
 
+class _Connection(web.RequestHandler):
+    """A connection whose caller is told by `refusal` what never comes as far as an application: that it speaks no HTTP, with
+    what was wrong with it, or that the application failed. aiohttp's own words quote the request and name its versions."""
+
+    def __init__(self, *args: Any, refusal: Refusal, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._refusal = refusal
+
+    def handle_error(
+        self, request: web.BaseRequest, status: int = 500, exc: BaseException | None = None, message: str | None = None
+    ) -> web.StreamResponse:
+        super().handle_error(request, status, exc, message)  # it logs, and raises where a reply has begun
+        answer = self._refusal(status, exc)
+        answer.headers["Server"] = SERVER
+        answer.force_close()
+        return answer
+
+
 @asynccontextmanager
 async def http_server(
     app: web.Application,
@@ -333,9 +349,10 @@ async def http_server(
     tls: ssl.SSLContext | None = None,
     access: SocketAccess | None = None,
     front: Front | None = None,
+    refusal: Refusal | None = None,
 ) -> AsyncIterator[None]:
-    """Serves `app` on `address` within the context, what `front` takes excepted. Raises StartError when it cannot be
-    listened on."""
+    """Serves `app` on `address` within the context, what `front` takes excepted. `refusal` answers what never comes to `app`.
+    Raises StartError when it cannot be listened on."""
     inherited = inherited_socket(address)
     sock = inherited or listen_socket(address, access)
     # A reply is never cut off by the caller's going away: work that others wait for may be going on behind it.
@@ -355,10 +372,14 @@ async def http_server(
         return transport in answering or (front is not None and front.is_busy(transport))
 
     app.middlewares.append(note_answering)
-    runner = web.AppRunner(app, access_log=None, shutdown_timeout=SHUTDOWN_TIMEOUT_S, auto_decompress=False)
+    options: dict[str, Any] = {"access_log": None, "auto_decompress": False}
+    runner = web.AppRunner(app, shutdown_timeout=SHUTDOWN_TIMEOUT_S, **options)
     await runner.setup()
     assert runner.server is not None
-    protocol = partial(front.connection, runner.server) if front else runner.server
+    connection: Callable[[], asyncio.Protocol] = runner.server
+    if refusal:
+        connection = partial(_Connection, runner.server, loop=asyncio.get_running_loop(), refusal=refusal, **options)
+    protocol = partial(front.connection, connection) if front else connection
     accepting = asyncio.create_task(Listener(sock, protocol, address, tls=tls, is_busy=is_busy).run())
     try:
         yield
@@ -400,7 +421,7 @@ def new_app() -> web.Application:
 
 
 async def _hide_versions(_request: web.Request, response: web.StreamResponse) -> None:
-    response.headers["Server"] = "gpu-telemetry"  # aiohttp would name Python's version and its own
+    response.headers["Server"] = SERVER
 
 
 def add_prpc(app: web.Application, mount: str, handler: Handler) -> None:
