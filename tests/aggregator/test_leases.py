@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, closing
+from contextlib import asynccontextmanager, closing, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -67,12 +67,12 @@ def test_who_is_first_has_it_until_it_is_given_up(store: Store, other: Store) ->
 
 
 async def test_one_that_is_renewed_stays_and_one_that_runs_out_is_taken(store: Store, other: Store) -> None:
-    take(store, A, "vmm:1", lease_s=0.6)
-    await asyncio.sleep(0.4)
-    assert take(store, A, "vmm:1", lease_s=0.6) == Leased(frozenset({"vmm:1"}), frozenset(), {})
-    await asyncio.sleep(0.4)
+    take(store, A, "vmm:1", lease_s=2)
+    await asyncio.sleep(1)
+    assert take(store, A, "vmm:1", lease_s=2.5) == Leased(frozenset({"vmm:1"}), frozenset(), {})
+    await asyncio.sleep(1.1)
     assert not take(other, B, "vmm:1").held
-    await asyncio.sleep(0.4)
+    await asyncio.sleep(1.5)
     late = take(other, B, "vmm:1", expired=False)
     assert not late.held and late.others["vmm:1"][1] < 0, "left to its holder, who may come back"
     assert take(other, B, "vmm:1").fresh == {"vmm:1"}
@@ -120,7 +120,10 @@ def test_of_many_who_want_the_same_at_once_each_lease_has_one(database_url: str,
             # Each in its own order.
             wanted = sorted(names, key=lambda name: hash((holder, name)))
             together.wait()
-            found[holder] = own.take_leases(holder, wanted, 20, nobody_is_gone)
+            # A busy machine may keep one waiting for longer than it waits.
+            while holder not in found:
+                with suppress(DatabaseAway):
+                    found[holder] = own.take_leases(holder, wanted, 20, nobody_is_gone)
 
     threads = [threading.Thread(target=one, args=(f"host/{number} boot 1",)) for number in range(4)]
     for thread in threads:

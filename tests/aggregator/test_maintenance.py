@@ -218,7 +218,7 @@ def test_while_a_writer_writes_nothing_is_lost_or_counted_twice(store: Store, fl
     last = clock.maintenance(store, retention)
     last.look()
 
-    assert failures == [{}]
+    assert set().union(*failures) <= {"locked"}, "a step that waited too long for the writer is taken again"
     assert sent == 6 * 8 * 180
     assert fleet.one("SELECT sum(samples) FROM gpu_1h") == sent
     assert fleet.one("SELECT sum(samples) FROM gpu_5m") == sent
