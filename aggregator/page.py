@@ -14,7 +14,7 @@ from importlib.resources import files
 from types import MappingProxyType
 from typing import Any
 
-from gpuwire.display import age, celsius, gib, percent, watts, yes_no
+from gpuwire.display import ABSENT, age, celsius, gib, percent, watts
 from gpuwire.pages import templates
 
 SHOWN_AT_FIRST = 100
@@ -32,7 +32,20 @@ HEADERS = MappingProxyType(
 )
 _CONTENT_TYPES = {"css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
 
-_templates = templates("aggregator", age, celsius, gib, percent, watts, yes_no)
+# What is trouble, worst first.
+_TROUBLE = ("contested", "silent", "stale")
+
+
+def cc(row: Mapping[str, Any]) -> str:
+    """Confidential computing of a card or CVM in a word, as static/dom.js says it."""
+    if row["cc_enabled"] is False:
+        return "off"
+    if row["cc_ready"] is False:
+        return "not ready"
+    return "ready" if row["cc_ready"] else "on" if row["cc_enabled"] else ABSENT
+
+
+_templates = templates("aggregator", age, cc, celsius, gib, percent, watts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +94,8 @@ def render_fleet(
     troubled = sorted(cvms, key=lambda cvm: cvm["outcome"] in ("ok", "no_gpu"))
     overview = {
         "figures": figures(cards),
-        "cards": cards[:SHOWN_AT_FIRST],
+        "cards": sorted(cards, key=_by_trouble)[:SHOWN_AT_FIRST],
+        "heat_map_height": heat_map_height(cards),
         "known_cards": len(cards),
         "cvms": troubled[:SHOWN_AT_FIRST],
         "known_cvms": len(cvms),
@@ -101,6 +115,20 @@ def _render(overview: Mapping[str, Any] | None, **values: Any) -> str:
         modules=[name for name in STATIC.by_name if name.endswith(".js") and name != "app.js"],
         **values,
     )
+
+
+def _by_trouble(card: Mapping[str, Any]) -> int:
+    """Those in trouble first, else as they come; as static/fleet.js sorts them."""
+    state = card["state"]
+    return _TROUBLE.index(state) if state in _TROUBLE else len(_TROUBLE) + (state == "detached")
+
+
+def heat_map_height(cards: Sequence[Mapping[str, Any]]) -> int:
+    """Pixels that static/heatmap.js will need: kept free, so that nothing jumps when it comes."""
+    rows = [card for card in cards if card["state"] != "detached"]
+    hosts, cvms = {card["vmm"] for card in rows}, {(card["vmm"], card["vm_id"]) for card in rows}
+    row = next(height for most, height in ((30, 14), (100, 10), (400, 7), (len(rows), 5)) if len(rows) <= most)
+    return row * len(rows) + 22 * len(hosts) + 3 * (len(cvms) - len(hosts)) + 26
 
 
 def figures(cards: Sequence[Mapping[str, Any]]) -> list[tuple[str, int, bool]]:

@@ -14,7 +14,7 @@ from playwright.sync_api import Browser, expect
 from aggregator.store import Store
 from tests.browser.chromium import chromium
 from tests.browser.fleet_server import serving
-from tests.browser.fleets import MOVED, tell_small
+from tests.browser.fleets import HALL_MOVED, tell_hall
 from tests.golden import ROOT
 from tests.guest_agent.pages import dashboard_page
 
@@ -24,12 +24,13 @@ PICTURES = (
     ("dashboard.png", dashboard_page, 960, "light"),
     ("dashboard-phone-dark.png", dashboard_page, 360, "dark"),
 )
-# File, what the URL asks, width, colour scheme.
+# File, what the URL asks, width and height, colour scheme.
 FLEET_PICTURES = (
-    ("fleet.png", "", 1280, "light"),
-    ("fleet-phone-dark.png", "", 360, "dark"),
-    ("card-dark.png", f"?view=card&uuid={MOVED}", 1280, "dark"),
-    ("report.png", "?view=reports&report=utilization&since=24h&by=cvm", 1280, "light"),
+    ("overview.png", "", (1280, 1130), "light"),
+    ("overview-dark.png", "", (1280, 1130), "dark"),
+    ("overview-phone-dark.png", "", (360, 1100), "dark"),
+    ("card-dark.png", f"?view=card&uuid={HALL_MOVED}", (1280, 1170), "dark"),
+    ("report.png", "?view=reports&report=utilization&since=24h&by=cvm", (1280, 620), "light"),
 )
 
 
@@ -57,16 +58,18 @@ def take_fleet(browser: Browser) -> None:
         database = f"sqlite:///{folder}/history.db"
         with closing(Store(database, max_lag_s=0)) as store:
             store.require_current()
-            tell_small(store, time.time_ns() // 1_000_000, hostile=False)
+            tell_hall(store, time.time_ns() // 1_000_000)
         with serving(database, Path(folder) / "spool") as fleet:
-            for name, asked, width, scheme in FLEET_PICTURES:
+            for name, asked, (width, height), scheme in FLEET_PICTURES:
                 context = browser.new_context(
-                    viewport={"width": width, "height": 800}, color_scheme="dark" if scheme == "dark" else "light"
+                    viewport={"width": width, "height": height}, color_scheme="dark" if scheme == "dark" else "light"
                 )
                 page = context.new_page()
                 page.goto(fleet.url + asked)
-                expect(page.locator("#fresh")).to_contain_text("as of", timeout=15_000)
-                page.screenshot(path=IMAGES / name, full_page=True)
+                expect(page.locator("#fresh")).to_contain_text("as of")
+                if "view=card" in asked:
+                    page.locator(".chart svg").first.hover(position={"x": 455, "y": 60})
+                page.screenshot(path=IMAGES / name)
                 context.close()
                 print(f"docs/images/{name}")
 

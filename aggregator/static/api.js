@@ -23,8 +23,8 @@ export function query(values) {
   return given.length ? `?${new URLSearchParams(given)}` : "";
 }
 
-/** JSON of a path beside this page. Raises Problem. */
-export async function ask(path, values = {}) {
+/** What a path beside this page answers, as text. Raises Problem. */
+async function receive(path, values) {
   const headers = token.get() ? { Authorization: `Bearer ${token.get()}` } : {};
   let reply, body;
   try {
@@ -33,15 +33,22 @@ export async function ask(path, values = {}) {
   } catch {
     throw new Problem(0, "away", "The aggregator does not answer.");
   }
-  let found;
-  try {
-    found = JSON.parse(body);
-  } catch {
-    // Not ours: a proxy in between says that we are away.
-    throw new Problem(reply.status, "away", `HTTP ${reply.status}`);
-  }
-  if (!reply.ok) throw new Problem(reply.status, found.code ?? `http_${reply.status}`, found.detail ?? `HTTP ${reply.status}`);
-  return found;
+  if (reply.ok) return body;
+  const found = parsed(body, reply.status);
+  throw new Problem(reply.status, found.code ?? `http_${reply.status}`, found.detail ?? `HTTP ${reply.status}`);
 }
 
+function parsed(body, status) {
+  try {
+    return JSON.parse(body);
+  } catch {
+    // Not ours: a proxy in between says that we are away.
+    throw new Problem(status, "away", `HTTP ${status}`);
+  }
+}
+
+/** JSON of a path beside this page. Raises Problem. */
+export const ask = async (path, values = {}) => parsed(await receive(path, values), 200);
 export const api = (path, values) => ask(`api/v1/${path}`, values);
+/** What the API has in another form. Raises Problem. */
+export const apiText = (path, values) => receive(`api/v1/${path}`, values);

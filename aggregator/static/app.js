@@ -114,8 +114,9 @@ function failed(problem, moved) {
   if (problem.code === "away") say("The aggregator does not answer. What is shown is as it was.");
   else if (problem.code === "database") say(`The database is away; polling goes on, and what is polled waits to be written. What is shown is as it was. ${problem.message}`);
   else if (moved || problem.status < 500) {
-    view.replaceChildren(h("section", {}, h("p", { class: "error", role: "alert" }, problem.message)));
+    view.replaceChildren(h("section", {}, h("h2", {}, "Nothing to show"), h("p", { class: "error", role: "alert" }, problem.message), h("p", {}, h("a", { href: "?" }, "Back to all cards"))));
     placed = "";
+    fresh.textContent = "";
     return problem.status < 500 ? 0 : RETRY_SLOW_MS;
   } else say(problem.message);
   if (fresh.textContent === "Loading…") fresh.textContent = "";

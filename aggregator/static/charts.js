@@ -1,10 +1,12 @@
 // Charts of one time range: a band from least to greatest with the average in it, strips of stays and stretches. All of a page
-// have one time axis; a drag over any of them chooses a part of it.
+// have one time axis: a pointer over one reads all of them, a drag chooses a part of it.
 
-import { clock, dateTime, h, s } from "./dom.js";
+import { clock, dayOfMonth, h, s } from "./dom.js";
 import { ticks } from "./time_axis.js";
 
-const LEFT = 56, RIGHT = 10, HEIGHT = 150, TOP = 8, BOTTOM = 20, LANE = 24;
+const LEFT = 60, RIGHT = 10, HEIGHT = 170, TOP = 8, BOTTOM = 22, LANE = 26;
+// A character at 11 px is taken for so wide.
+const LETTER = 6.4;
 // Samples of a card come this often at least, or something is amiss: less is no gap.
 const SPOKEN_MS = 120_000;
 
@@ -20,28 +22,84 @@ function levels(greatest) {
 
 const round = (number) => Math.round(number * 10) / 10;
 
-/** `range`: {startMs, endMs, stepMs}; `points`: [{at, avg, min, max}], `null` where nothing is known; `zoom(fromMs, toMs)`. */
-export function timeChart({ title, unit, range, points, show, ceiling, zoom, output }) {
-  const known = points.filter((point) => point.avg !== null && point.avg !== undefined);
-  const svg = s("svg", { height: String(HEIGHT), tabindex: "0", role: "img" });
-  const figures = known.length
-    ? `average ${show(known.reduce((sum, point) => sum + point.avg, 0) / known.length)}, least ${show(Math.min(...known.map((p) => p.min)))}, greatest ${show(Math.max(...known.map((p) => p.max)))}`
-    : "no data in this range";
-  svg.setAttribute("aria-label", `${title}, ${figures}`);
-  const chart = h("figure", { class: "chart" }, h("h3", {}, title, " ", h("small", { class: "soft" }, figures)), svg);
-  let selected = null;
+/** The instant that is read from all charts of a page: by a pointer, or by keys, and then said aloud. */
+export class Instant {
+  /** `times`: beginnings of all points, in ms, ascending. */
+  constructor(range, times) {
+    this.range = range;
+    this.times = times;
+    this.charts = [];
+    this.index = null;
+    this.output = h("output", { class: "unseen" });
+    this.help = h("p", { class: "unseen", id: "chart-help" }, "Arrow keys read values, + and - zoom, Escape ends.");
+  }
+
+  /** `null`: none any more. Where nothing is known the gap is shown. */
+  point(ms) {
+    if (ms === null || !this.times.length) return this.choose(null);
+    const half = this.range.stepMs / 2;
+    let best = 0;
+    this.times.forEach((at, index) => { if (Math.abs(at + half - ms) < Math.abs(this.times[best] + half - ms)) best = index; });
+    if (Math.abs(this.times[best] + half - ms) > Math.max(this.range.stepMs, SPOKEN_MS)) this.show(ms, null);
+    else this.choose(best);
+  }
+
+  choose(index) {
+    this.index = index === null ? null : Math.min(this.times.length - 1, Math.max(0, index));
+    if (index === null) this.output.textContent = "";
+    this.show(this.index === null ? null : this.times[this.index] + this.range.stepMs / 2, this.index);
+  }
+
+  show(ms, index) {
+    this.index = index;
+    for (const chart of this.charts) chart.mark(ms, index, ms === null ? "" : this.time(index === null ? ms : this.times[index], index !== null));
+  }
+
+  /** `first` is read first. */
+  key(event, first) {
+    const move = { ArrowLeft: -1, ArrowRight: 1, PageUp: -20, PageDown: 20, Home: -Infinity, End: Infinity }[event.key];
+    if (event.key === "Escape") return this.choose(null);
+    if (!move || !this.times.length) return;
+    event.preventDefault();
+    this.choose(this.index === null ? this.times.length - 1 : this.index + move);
+    const ordered = [first, ...this.charts.filter((chart) => chart !== first)];
+    this.output.textContent = `${this.time(this.times[this.index], true)}: ${ordered.map((chart) => chart.words(this.index)).join("; ")}`;
+  }
+
+  time(ms, known) {
+    const at = `${dayOfMonth(ms)} ${clock(ms, this.range.stepMs < 60_000)}`;
+    return known ? `${at}, ${width(this.range.stepMs / 1000)}` : at;
+  }
+}
+
+/** `range`: {startMs, endMs, stepMs}; `points`: [{at, avg, min, max}], without values where nothing is known, as many as
+ *  `instant` has times; `ceiling`: the greatest value of the axis; `zoom(fromMs, toMs)`. */
+export function timeChart({ title, unit, range, points, show, ceiling, zoom, instant }) {
+  const isKnown = (point) => point.avg !== null && point.avg !== undefined;
+  const known = points.filter(isKnown);
+  const svg = s("svg", { height: String(HEIGHT), tabindex: "0", role: "img", "aria-describedby": "chart-help" });
+  const least = Math.min(...known.map((point) => point.min)), greatest = Math.max(...known.map((point) => point.max));
+  const mean = known.reduce((sum, point) => sum + point.avg, 0) / known.length;
+  svg.setAttribute("aria-label", `${title}, ${known.length ? `average ${show(mean)}, least ${show(least)}, greatest ${show(greatest)}` : "no data in this range"}`);
+  const figures = known.length ? unit.band(mean, least, greatest) : "";
+  const said = h("span", { class: "soft" }, figures);
+  const chart = h("figure", { class: "chart" }, h("h3", {}, title, said), svg);
+  let scale = null;
 
   function draw() {
-    const width = svg.clientWidth || svg.parentElement?.clientWidth;
+    const width = svg.clientWidth;
     if (!width) return;
     const inner = width - LEFT - RIGHT, bottom = HEIGHT - BOTTOM;
-    const values = levels(ceiling ?? Math.max(1, ...known.map((point) => unit.of(point.max))));
-    const greatest = ceiling ?? values.at(-1);
+    // Without values the axis has no figures, but where they are known all the same.
+    const marks = known.length || ceiling ? levels(ceiling ?? unit.of(Math.max(greatest, 1e-9))) : [];
+    const top = ceiling ?? marks.at(-1);
     const x = (ms) => round(LEFT + (inner * (ms - range.startMs)) / (range.endMs - range.startMs));
-    const y = (value) => round(bottom - ((bottom - TOP) * Math.min(unit.of(value), greatest)) / greatest);
+    const y = (value) => round(bottom - ((bottom - TOP) * Math.min(unit.of(value), top)) / top);
     const parts = [];
-    for (const value of values.filter((one) => one <= greatest)) {
-      const at = round(bottom - ((bottom - TOP) * value) / greatest);
+    // What a card has is said even where it is no round number.
+    const shown = ceiling ? [...marks.filter((one) => one < ceiling * 0.9), ceiling] : marks;
+    for (const value of shown) {
+      const at = round(bottom - ((bottom - TOP) * value) / top);
       parts.push(s("line", { class: "grid", x1: LEFT, x2: width - RIGHT, y1: at, y2: at }),
         s("text", { class: "tick", x: LEFT - 6, y: at + 4, "text-anchor": "end" }, `${round(value)}${unit.name}`));
     }
@@ -54,42 +112,39 @@ export function timeChart({ title, unit, range, points, show, ceiling, zoom, out
       else parts.push(s("path", { class: "average", d: `M${at[0]},${y(run[0].min)}V${y(run[0].max)}`, opacity: "0.4" }));
       parts.push(s("path", { class: "average", d: `M${run.map((point, index) => `${at[index]},${y(point.avg)}`).join("L")}${run.length === 1 ? "h0" : ""}` }));
     }
-    if (!known.length) parts.push(s("text", { class: "tick", x: LEFT + inner / 2, y: HEIGHT / 2, "text-anchor": "middle" }, "no data in this range"));
+    if (!known.length) parts.push(s("line", { class: "grid", x1: LEFT, x2: width - RIGHT, y1: bottom, y2: bottom }), s("text", { class: "tick", x: LEFT + inner / 2, y: HEIGHT / 2 - 6, "text-anchor": "middle" }, "no data in this range"));
     svg.replaceChildren(...parts);
-    if (selected !== null) cross(x);
+    scale = { x, y, width, bottom };
   }
 
-  function cross(x) {
-    svg.querySelector(".cross")?.remove();
-    if (selected === null) return;
-    const point = known[selected];
-    const at = x(point.at + range.stepMs / 2);
-    svg.append(s("line", { class: "cross", x1: at, x2: at, y1: TOP, y2: HEIGHT - BOTTOM }));
-  }
-
-  function choose(index) {
-    selected = index === null || !known.length ? null : Math.min(known.length - 1, Math.max(0, index));
-    const point = selected === null ? null : known[selected];
-    output.textContent = point ? `${title}, ${dateTime(point.at)}${range.stepMs < 60_000 ? `:${clock(point.at, true).slice(6)}` : ""}: average ${show(point.avg)}, least ${show(point.min)}, greatest ${show(point.max)}` : "";
-    const inner = svg.clientWidth - LEFT - RIGHT;
-    cross((ms) => LEFT + (inner * (ms - range.startMs)) / (range.endMs - range.startMs));
-  }
-
-  draggable(svg, range, zoom, (ms) => {
-    if (ms === null || !known.length) return choose(null);
-    let best = 0;
-    known.forEach((point, index) => { if (Math.abs(point.at + range.stepMs / 2 - ms) < Math.abs(known[best].at + range.stepMs / 2 - ms)) best = index; });
-    choose(best);
-  });
+  const own = {
+    mark(ms, index, time) {
+      svg.querySelector(".instant")?.remove();
+      const point = index === null ? null : points[index];
+      said.className = ms === null ? "soft" : "read";
+      said.textContent = ms === null ? figures : point && isKnown(point) ? unit.band(point.avg, point.min, point.max) : "no data";
+      if (ms === null || !scale) return;
+      const at = scale.x(ms), wide = time.length * LETTER + 12, left = Math.min(scale.width - RIGHT - wide, Math.max(LEFT, at - wide / 2));
+      svg.append(s("g", { class: "instant" },
+        s("line", { class: "cross", x1: at, x2: at, y1: TOP, y2: scale.bottom }),
+        point && isKnown(point) ? s("circle", { class: "read-point", cx: at, cy: scale.y(point.avg), r: 3.5 }) : null,
+        s("rect", { class: "tag", x: left, y: scale.bottom + 2, width: wide, height: 18, rx: 3 }),
+        s("text", { class: "tag-text", x: left + wide / 2, y: scale.bottom + 15, "text-anchor": "middle" }, time)));
+    },
+    words(index) {
+      const point = points[index];
+      return `${title} ${isKnown(point) ? `${show(point.avg)}, least ${show(point.min)}, greatest ${show(point.max)}` : "no data"}`;
+    },
+  };
+  instant.charts.push(own);
+  draggable(svg, range, zoom, (ms) => instant.point(ms));
+  svg.addEventListener("blur", () => instant.choose(null));
   svg.addEventListener("keydown", (event) => {
-    const move = { ArrowLeft: -1, ArrowRight: 1, PageUp: -20, PageDown: 20 }[event.key];
-    if (move) choose(selected === null ? known.length - 1 : selected + move);
-    else if (event.key === "+" || event.key === "-") {
-      const middle = selected === null ? (range.startMs + range.endMs) / 2 : known[selected].at;
-      const half = ((range.endMs - range.startMs) * (event.key === "+" ? 0.25 : 1));
-      zoom(middle - half, middle + half);
-    } else return;
+    if (event.key !== "+" && event.key !== "-") return instant.key(event, own);
+    const middle = instant.index === null ? (range.startMs + range.endMs) / 2 : instant.times[instant.index];
+    const half = (range.endMs - range.startMs) * (event.key === "+" ? 0.25 : 1);
     event.preventDefault();
+    zoom(middle - half, middle + half);
   });
   new ResizeObserver(draw).observe(svg);
   return chart;
@@ -107,26 +162,26 @@ function runs(points, stepMs) {
   return found;
 }
 
-function axis(range, x, width, bottom) {
+function axis(range, x, width, bottom, left = LEFT) {
   const parts = [];
-  for (const [ms, label] of ticks(range.startMs, range.endMs, Math.max(2, (width - LEFT - RIGHT) / 75))) {
+  for (const [ms, label] of ticks(range.startMs, range.endMs, Math.max(2, (width - left - RIGHT) / 64))) {
     const at = x(ms);
     parts.push(s("line", { class: "grid", x1: at, x2: at, y1: TOP, y2: bottom }));
-    const anchor = at > width - 30 ? "end" : at < LEFT + 14 ? "start" : "middle";
+    const anchor = at > width - 30 ? "end" : at < left + 14 ? "start" : "middle";
     parts.push(s("text", { class: "tick", x: at, y: bottom + 14, "text-anchor": anchor }, label));
   }
   return parts;
 }
 
 /** A drag chooses a time; `hover` is told where the pointer is, `null` when it leaves. */
-function draggable(svg, range, zoom, hover) {
+function draggable(svg, range, zoom, hover, left = LEFT) {
   let from = null, mark = null;
   const time = (event) => {
     const box = svg.getBoundingClientRect();
-    const part = (event.clientX - box.left - LEFT) / (box.width - LEFT - RIGHT);
+    const part = (event.clientX - box.left - left) / (box.width - left - RIGHT);
     return range.startMs + Math.min(1, Math.max(0, part)) * (range.endMs - range.startMs);
   };
-  const place = (event) => Math.min(svg.clientWidth - RIGHT, Math.max(LEFT, event.clientX - svg.getBoundingClientRect().left));
+  const place = (event) => Math.min(svg.clientWidth - RIGHT, Math.max(left, event.clientX - svg.getBoundingClientRect().left));
   svg.addEventListener("pointerdown", (event) => {
     if (event.button !== 0) return;
     from = { ms: time(event), x: place(event) };
@@ -143,42 +198,45 @@ function draggable(svg, range, zoom, hover) {
     const began = from;
     from = null;
     mark?.remove();
-    if (began !== null && Math.abs(place(event) - began.x) > 6) zoom(Math.min(began.ms, time(event)), Math.max(began.ms, time(event)));
+    if (began === null) return;
+    if (Math.abs(place(event) - began.x) > 6) zoom(Math.min(began.ms, time(event)), Math.max(began.ms, time(event)));
+    else hover(time(event));
   });
   svg.addEventListener("pointercancel", () => { from = null; mark?.remove(); });
-  svg.addEventListener("pointerleave", () => { if (from === null) hover(null); });
+  // A finger leaves at once: what it touched stays until something else is touched.
+  svg.addEventListener("pointerleave", (event) => { if (from === null && event.pointerType !== "touch") hover(null); });
 }
 
 /** Lanes of segments: `lanes`: [{name, segments: [{fromMs, toMs, name, kind, href, title}]}]. */
 export function strip({ label, range, lanes, zoom }) {
-  const height = lanes.length * LANE + TOP + BOTTOM;
+  const height = lanes.length * LANE + TOP + BOTTOM, left = lanes.some((lane) => lane.name) ? LEFT : 1;
   const svg = s("svg", { height: String(height), role: "img", "aria-label": `${label}; the table below says the same` });
   function draw() {
     const width = svg.clientWidth;
     if (!width) return;
-    const inner = width - LEFT - RIGHT;
-    const x = (ms) => round(LEFT + (inner * (Math.min(Math.max(ms, range.startMs), range.endMs) - range.startMs)) / (range.endMs - range.startMs));
-    const parts = axis(range, x, width, height - BOTTOM);
+    const inner = width - left - RIGHT;
+    const x = (ms) => round(left + (inner * (Math.min(Math.max(ms, range.startMs), range.endMs) - range.startMs)) / (range.endMs - range.startMs));
+    const parts = axis(range, x, width, height - BOTTOM, left);
     lanes.forEach((lane, index) => {
       const y = TOP + index * LANE;
-      if (lane.name) parts.push(s("text", { class: "tick", x: LEFT - 4, y: y + 14, "text-anchor": "end" }, cut(lane.name, LEFT - 6)));
+      if (lane.name) parts.push(s("text", { class: "tick", x: LEFT - 4, y: y + 17, "text-anchor": "end" }, cut(lane.name, LEFT - 6)));
       for (const segment of lane.segments) {
         const from = x(segment.fromMs), wide = Math.max(2, x(segment.toMs) - from);
         const shape = s("rect", { class: `segment ${segment.kind ?? ""}`, x: from, y: y + 2, width: wide, height: LANE - 6, rx: 2 }, s("title", {}, segment.title));
         parts.push(shape);
-        if (wide > 30) parts.push(s("text", { class: "segment-name", x: from + 5, y: y + 15 }, cut(segment.name, wide - 8)));
+        if (wide > 30) parts.push(s("text", { class: "segment-name", x: from + 5, y: y + 16 }, cut(segment.name, wide - 8)));
       }
     });
     svg.replaceChildren(...parts);
   }
-  draggable(svg, range, zoom, () => {});
+  draggable(svg, range, zoom, () => {}, left);
   new ResizeObserver(draw).observe(svg);
   return h("div", { class: "strip" }, svg);
 }
 
-/** As much of a text as fits, at 11 px; a character is taken for 6.4 wide. */
+/** As much of a text as fits, at 11 px. */
 function cut(label, width) {
-  const most = Math.floor(width / 6.4);
+  const most = Math.floor(width / LETTER);
   return label.length <= most ? label : most > 1 ? `${label.slice(0, most - 1)}…` : "";
 }
 

@@ -1,19 +1,25 @@
 // A card, a slot of a host, a place in a CVM: history over a range, who was there, what failed. And a CVM.
 
 import { api, query } from "./api.js";
-import { strip, timeChart, width } from "./charts.js";
-import { celsius, dateTime, gib, gibOf, h, isoTime, list, percent, span, state, table, text, watts, yesNo } from "./dom.js";
-import { cardLink, cvmLink, slotLink } from "./overview.js";
+import { Instant, strip, timeChart, width } from "./charts.js";
+import { cc, celsius, dateTime, facts, gib, gibOf, h, isoTime, percent, span, state, table, text, watts } from "./dom.js";
+import { appLink, cardLink, cvmLink, slotLink, utilization } from "./overview.js";
 
 const H = 3_600_000, D = 24 * H;
 export const RANGES = { "1h": H, "6h": 6 * H, "24h": D, "7d": 7 * D, "30d": 30 * D, "90d": 90 * D, "1y": 365 * D };
 const LEAST_MS = 60_000;
 
+/** `of`: from the field to the unit; a figure has so many digits behind the point. */
+function unit(name, of, digits) {
+  const figure = (value) => of(value).toFixed(digits);
+  return { name, of, band: (mean, least, greatest) => `average ${figure(mean)}, ${figure(least)} to ${figure(greatest)}${name}` };
+}
+
 const CHARTS = [
-  ["utilization_gpu", "Utilization", { name: " %", of: (value) => value }, percent, 100],
-  ["memory_used_bytes", "Memory used", { name: " GiB", of: (value) => value / 2 ** 30 }, gib],
-  ["temperature_c", "Temperature", { name: " °C", of: (value) => value }, celsius],
-  ["power_usage_mw", "Power", { name: " W", of: (value) => value / 1000 }, watts],
+  ["utilization_gpu", "Utilization", unit(" %", (value) => value, 0), percent],
+  ["memory_used_bytes", "Memory", unit(" GiB", (value) => value / 2 ** 30, 1), gib],
+  ["temperature_c", "Temperature", unit(" °C", (value) => value, 0), celsius],
+  ["power_usage_mw", "Power", unit(" W", (value) => value / 1000, 0), watts],
 ];
 
 /** {startMs, endMs} of what the URL says. */
@@ -43,16 +49,18 @@ function zooming(asked, go) {
 
 const SOURCES = { raw: "samples", "5m": "buckets of 5 minutes", "1h": "buckets of an hour" };
 
-function charts(history, zoom) {
+/** `card`: the card whose history it is, where it is of one. */
+function charts(history, zoom, card = null) {
   const range = { startMs: Date.parse(history.start), endMs: Date.parse(history.end), stepMs: history.step_s * 1000 };
-  const output = h("output", {});
-  const figures = CHARTS.map(([field, title, unit, show, ceiling]) => timeChart({
-    title, unit, range, show, ceiling, zoom, output,
+  const instant = new Instant(range, history.points.map((point) => Date.parse(point.at)));
+  const ceilings = { utilization_gpu: 100, memory_used_bytes: card?.memory_total_bytes ? card.memory_total_bytes / 2 ** 30 : null };
+  const figures = CHARTS.map(([field, title, unit, show]) => timeChart({
+    title, unit, range, show, ceiling: ceilings[field], zoom, instant,
     points: history.points.map((point) => ({ at: Date.parse(point.at), ...point[field] })),
   }));
   return { range, element: h("section", { "aria-labelledby": "history" }, h("h2", { id: "history" }, "History"),
-    h("p", { class: "soft" }, `A point is ${width(history.step_s)}, from ${SOURCES[history.resolution]}: the average, in a band from the least to the greatest value. Drag to zoom; keys: arrows, + and -.`),
-    h("div", { class: "charts" }, figures), output) };
+    h("p", { class: "soft" }, `A point is ${width(history.step_s)}, from ${SOURCES[history.resolution]}: the average, in a band from least to greatest. Drag to zoom.`),
+    h("div", { class: "charts" }, figures), instant.output, instant.help) };
 }
 
 /** The stays of a history, as lanes. `by` names a lane, `name` a stay. */
@@ -66,7 +74,7 @@ function tenancy(title, stays, range, zoom, by, name, cells, heads) {
     lanes.get(lane).push({ fromMs: Date.parse(stay.first_seen), toMs: Date.parse(stay.last_seen), name: label, kind: names.indexOf(label) % 2 ? "other" : "",
       title: `${label}: ${isoTime(stay.first_seen)} to ${isoTime(stay.last_seen)}` });
   }
-  const rows = stays.map((stay) => h("tr", {}, cells(stay).map((cell) => h("td", {}, cell)), h("td", {}, isoTime(stay.first_seen)), h("td", {}, isoTime(stay.last_seen))));
+  const rows = stays.map((stay) => h("tr", {}, cells(stay).map((cell) => h("td", { class: "name" }, cell)), h("td", {}, isoTime(stay.first_seen)), h("td", {}, isoTime(stay.last_seen))));
   return h("section", { "aria-labelledby": "stays" }, h("h2", { id: "stays" }, title),
     stays.length ? [strip({ label: title, range, zoom, lanes: [...lanes].map(([lane, segments]) => ({ name: lanes.size > 1 ? lane : "", segments })) }),
       table(title, [...heads.map((head) => [head]), ["First seen"], ["Last seen"]], rows)] : h("p", {}, "Nobody in this range."));
@@ -84,19 +92,18 @@ export async function cardView(asked, go) {
     api("reports/errors", { uuid: asked.uuid, since: iso(range.startMs), until: iso(range.endMs) }),
   ]);
   const now = card.latest;
-  const drawn = charts(history, zoom);
+  const drawn = charts(history, zoom, now);
   const failures = errors.rows.map((row) => h("tr", {}, h("td", {}, row.kind), h("td", {}, isoTime(row.since)), h("td", {}, isoTime(row.until)), h("td", { class: "wrap" }, text(row.detail))));
   return h("div", {}, h("h2", {}, "Card ", h("code", {}, card.uuid)),
-    h("div", { class: "wide" },
-      h("section", { "aria-label": "Now" }, now
-        ? list([["State", [state(now.state), `, ${span(now.age_s)} ago`]], ["Utilization", percent(now.utilization_gpu)], ["Memory", gibOf(now.memory_used_bytes, now.memory_total_bytes)],
-          ["Temperature", celsius(now.temperature_c)], ["Power", watts(now.power_usage_mw)], ["CC on / ready", `${yesNo(now.cc_enabled)} / ${yesNo(now.cc_ready)}`], ["Errors now", String(now.query_errors)]])
-        : h("p", {}, "It is elsewhere now.")),
-      h("section", { "aria-label": "Place" }, list([
-        ...(now ? [["Host", now.vmm], ["Host address", [slotLink(now.vmm, now.host_bdf), now.host_bdf_source ? ` (${now.host_bdf_source})` : ""]], ["CVM", cvmLink(now)], ["Guest address", text(now.bdf)], ["App", text(now.app_id)], ["Model", text(now.model)]] : []),
-        ["First seen", isoTime(card.first_seen)], ["Last seen", isoTime(card.last_seen)]]))),
+    h("section", { "aria-label": "Now" }, now
+      ? facts("tiles", [["State", [state(now.state), h("small", { class: "soft" }, ` ${span(now.age_s)} ago`)]], ["Utilization", utilization(now.utilization_gpu)], ["Memory", gibOf(now.memory_used_bytes, now.memory_total_bytes)],
+        ["Temperature", celsius(now.temperature_c)], ["Power", watts(now.power_usage_mw)], ["CC", cc(now)], ["Errors", now.query_errors ? h("span", { class: "not-ok" }, String(now.query_errors)) : "0"]])
+      : h("p", {}, "It is elsewhere now."),
+      facts("facts", [
+        ...(now ? [["CVM", cvmLink(now)], ["Host", now.vmm], ["Host address", [slotLink(now.vmm, now.host_bdf), now.host_bdf_source ? ` (${now.host_bdf_source})` : ""]], ["Guest address", text(now.bdf)], ["App", appLink(now.app_id)], ["Model", text(now.model)]] : []),
+        ["First seen", isoTime(card.first_seen)], ["Last seen", isoTime(card.last_seen)]])),
     ranges(asked, range), drawn.element,
-    tenancy("Tenancy", history.stays, drawn.range, zoom, () => "", inCvm, (stay) => [cvmLink(stay), stay.vmm, slotLink(stay.vmm, stay.host_bdf), text(stay.bdf), text(stay.app_id)], ["CVM", "Host", "Host address", "Guest address", "App"]),
+    tenancy("Tenancy", history.stays, drawn.range, zoom, () => "", inCvm, (stay) => [cvmLink(stay), stay.vmm, slotLink(stay.vmm, stay.host_bdf), text(stay.bdf), appLink(stay.app_id)], ["CVM", "Host", "Host address", "Guest address", "App"]),
     h("section", { "aria-labelledby": "errors" }, h("h2", { id: "errors" }, "Errors in this range"),
       failures.length ? table("Errors", [["What cannot be read"], ["Since"], ["Until"], ["The guest's last words"]], failures) : h("p", {}, "None.")));
 }
@@ -132,16 +139,17 @@ export async function cvmView(asked, go) {
   const cards = cvm.cards.map((card) => h("tr", {}, h("td", {}, state(card.state)), h("td", {}, cardLink(card, cvm)), h("td", {}, text(card.bdf)), h("td", {}, slotLink(cvm.vmm, card.host_bdf)),
     h("td", { class: "n" }, percent(card.utilization_gpu)), h("td", { class: "n" }, gibOf(card.memory_used_bytes, card.memory_total_bytes)), h("td", { class: "n" }, celsius(card.temperature_c)), h("td", { class: "n" }, watts(card.power_usage_mw)), h("td", { class: "n" }, span(card.age_s))));
   const stretches = cvm.stretches.map((stretch) => h("tr", {}, h("td", {}, state(stretch.outcome)), h("td", {}, isoTime(stretch.since)), h("td", {}, isoTime(stretch.until)), h("td", {}, text(stretch.schema_status)),
-    h("td", {}, `${yesNo(stretch.cc_enabled)} / ${yesNo(stretch.cc_ready)}`), h("td", { class: "wrap" }, stretch.detail ?? "")));
+    h("td", {}, cc(stretch)), h("td", { class: "wrap" }, stretch.detail ?? "")));
   return h("div", {}, h("h2", {}, "CVM ", cvm.vm_name ?? cvm.vm_id),
-    h("div", { class: "wide" },
-      h("section", { "aria-label": "Now" }, list([["Outcome", [state(cvm.outcome), cvm.since ? `, since ${isoTime(cvm.since)}` : ""]], ["Confirmed", isoTime(cvm.until)],
-        ["Schema", cvm.schema_status ? `${cvm.schema_status}: its agent ${VERDICTS[cvm.schema_status] ?? ""}` : text(null)], ["CC on / ready", `${yesNo(cvm.cc_enabled)} / ${yesNo(cvm.cc_ready)}`], ["Detail", text(cvm.detail || null)]])),
-      h("section", { "aria-label": "Identity" }, list([["Host", cvm.vmm], ["VM id", h("code", {}, cvm.vm_id)], ["App", h("code", {}, text(cvm.app_id))], ["Instance", h("code", {}, text(cvm.instance_id))]]))),
+    h("section", { "aria-label": "Now" },
+      facts("tiles", [["Outcome", state(cvm.outcome)], ["Since", isoTime(cvm.since)], ["Last poll like this", isoTime(cvm.until)], ["CC", cc(cvm)]]),
+      cvm.detail ? h("p", { class: "said" }, cvm.detail) : null,
+      facts("facts", [["Host", cvm.vmm], ["Schema", cvm.schema_status ? `${cvm.schema_status}: its agent ${VERDICTS[cvm.schema_status] ?? ""}` : text(null)],
+        ["VM id", h("code", {}, cvm.vm_id)], ["App", appLink(cvm.app_id)], ["Instance", h("code", {}, text(cvm.instance_id))]])),
     h("section", { "aria-labelledby": "its-cards" }, h("h2", { id: "its-cards" }, "Cards"),
-      cards.length ? table("Cards", [["State"], ["Card"], ["Guest address"], ["Host address"], ["Utilization", true], ["Memory used / total", true], ["Temp.", true], ["Power", true], ["Age", true]], cards) : h("p", {}, "None.")),
+      cards.length ? table("Cards", [["State"], ["Card"], ["Guest address"], ["Host address"], ["Utilization", true], ["Memory", true], ["Temp.", true], ["Power", true], ["Age", true]], cards) : h("p", {}, "None.")),
     ranges(asked.range || asked.from ? asked : { ...asked, range: "7d" }, range),
     h("section", { "aria-labelledby": "stretches" }, h("h2", { id: "stretches" }, "Outcomes of its polls"),
       segments.length ? strip({ label: "Outcomes", range, zoom, lanes: [{ name: "", segments }] }) : h("p", {}, "None in this range."),
-      stretches.length ? table("Stretches, newest first", [["Outcome"], ["Since"], ["Until"], ["Schema"], ["CC on / ready"], ["Detail"]], stretches) : null));
+      stretches.length ? table("Stretches, newest first", [["Outcome"], ["Since"], ["Until"], ["Schema"], ["CC"], ["Detail"]], stretches) : null));
 }

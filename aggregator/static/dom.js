@@ -25,7 +25,6 @@ export const gib = or((value) => `${(value / 2 ** 30).toFixed(1)} GiB`);
 export const gibOf = (used, total) => (used === null || total === null ? `${gib(used)} / ${gib(total)}` : `${(used / 2 ** 30).toFixed(1)} / ${gib(total)}`);
 export const celsius = or((value) => `${Math.round(value)} °C`);
 export const watts = or((value) => `${(value / 1000).toFixed(1)} W`);
-export const yesNo = (value) => (value === null || value === undefined ? "unknown" : value ? "yes" : "no");
 export const text = or(String);
 export const shortUuid = or((uuid) => (uuid.length > 14 ? `${uuid.slice(0, 13)}…` : uuid));
 
@@ -49,6 +48,13 @@ export function day(ms) {
 }
 export const dateTime = or((ms) => `${day(ms)} ${clock(ms)}`);
 export const isoTime = or((at) => dateTime(Date.parse(at)));
+const MONTHS = ["Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec"];
+export const month = (at) => MONTHS[at.getMonth()];
+/** `30 Nov`, for axes. */
+export function dayOfMonth(ms) {
+  const at = new Date(ms);
+  return `${at.getDate()} ${month(at)}`;
+}
 
 const SHAPES = { ok: "●", stale: "◐", silent: "○", contested: "▲", detached: "◇", no_gpu: "●" };
 /** A state or an outcome: by word and shape, and by colour beside. */
@@ -56,6 +62,14 @@ export function state(word) {
   const fine = word === "ok" || word === "no_gpu";
   return h("span", { class: fine ? "ok" : "not-ok" }, h("span", { "aria-hidden": "true" }, `${SHAPES[word] ?? "▲"} `), word ?? ABSENT);
 }
+
+/** Confidential computing in a word; `false` is trouble, `null` unknown. As `_cc` in page.py. */
+export function ccWord({ cc_enabled: on, cc_ready: ready }) {
+  if (on === false) return "off";
+  if (ready === false) return "not ready";
+  return ready ? "ready" : on ? "on" : ABSENT;
+}
+export const cc = (cvm) => h("span", { class: cvm.cc_ready === false && "not-ok" }, ccWord(cvm));
 
 /** A region that scrolls sideways, reachable by keyboard. */
 export const scrolling = (label, ...children) => h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": label }, ...children);
@@ -68,4 +82,5 @@ export function table(label, heads, rows) {
   );
 }
 
-export const list = (pairs) => h("dl", {}, pairs.flatMap(([name, value]) => [h("dt", {}, name), h("dd", {}, value)]));
+/** Facts side by side, each under its name. */
+export const facts = (kind, pairs) => h("dl", { class: kind }, pairs.map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value))));

@@ -62,6 +62,14 @@ export const KINDS = {
   ok: ["ok", (card) => card.state === "ok"],
 };
 
+const TROUBLE = ["contested", "silent", "stale"];
+
+/** Those in trouble first, else as they come: as `_by_trouble` in page.py. */
+export const byTrouble = (cards) => {
+  const rank = ({ state }) => (TROUBLE.includes(state) ? TROUBLE.indexOf(state) : state === "detached" ? TROUBLE.length + 1 : TROUBLE.length);
+  return [...cards].sort((a, b) => rank(a) - rank(b));
+};
+
 /** Cards that the filters of the URL leave. */
 export function filtered(cards, asked) {
   const words = (asked.q ?? "").toLowerCase().split(/\s+/).filter(Boolean);

@@ -1,12 +1,14 @@
 // The heat map: a row a card, by host and CVM, a column a part of the time. What is in view is drawn on a canvas of the view's
 // size, so that thousands of rows cost no more than a screen.
 
-import { clock, dateTime, h, s, shortUuid } from "./dom.js";
+import { clock, dayOfMonth, h, s, shortUuid } from "./dom.js";
 import { ticks } from "./time_axis.js";
 
 // Viridis: lightness grows all along, so that it is read alike whatever colours one tells apart.
 const STOPS = [[68, 1, 84], [72, 40, 120], [62, 74, 137], [49, 104, 142], [38, 130, 142], [31, 158, 137], [53, 183, 121], [110, 206, 88], [181, 222, 43], [253, 231, 37]];
-const AXIS = 22, HOST = 20, GAP = 3;
+const AXIS = 22, HOST = 22, GAP = 3;
+const HELP = "Arrow keys move over cards and times, Enter opens a card.";
+const SOURCES = { raw: "samples", "5m": "buckets of 5 minutes", "1h": "buckets of an hour" };
 
 export function colour(percent) {
   const at = (Math.min(100, Math.max(0, percent)) / 100) * (STOPS.length - 1);
@@ -23,22 +25,22 @@ export class HeatMap {
     this.rows = [];
     this.canvas = h("canvas", {
       tabindex: "0", role: "img", "aria-describedby": "heat-help",
-      onpointermove: (event) => this.point(event), onpointerleave: () => this.select(null),
+      onpointermove: (event) => this.point(event), onpointerleave: () => this.select(null), onblur: () => this.select(null),
+      onfocus: () => { if (this.canvas.matches(":focus-visible") && !this.selected) this.tell(HELP, 8, AXIS + 4); },
       onclick: (event) => { this.point(event); if (this.selected) this.open(this.selected.row.card); },
       onkeydown: (event) => this.key(event),
     });
     this.space = h("div", { class: "heat-space" }, this.canvas);
     this.box = h("div", { class: "heat-scroll", onscroll: () => this.later() }, this.space);
-    this.output = h("output", {}, "");
+    this.output = h("output", { class: "tip", hidden: true });
     const steps = 20;
-    const legend = h("div", { class: "legend" }, "Utilization 0 %",
-      s("svg", { width: "120", height: "12", "aria-hidden": "true" },
+    this.legend = h("div", { class: "legend" }, h("span", {}, "0 %"),
+      s("svg", { width: "120", height: "12", viewBox: "0 0 120 12", preserveAspectRatio: "none", "aria-hidden": "true" },
         Array.from({ length: steps }, (_, i) => s("rect", { x: String((i * 120) / steps), width: String(120 / steps + 0.5), height: "12", fill: colour((100 * i) / (steps - 1)) }))),
-      "100 %", h("canvas", { width: "14", height: "12", "aria-hidden": "true" }), "no data");
-    this.swatch = legend.querySelector("canvas");
+      h("span", {}, "100 %"), h("canvas", { width: "24", height: "12", "aria-hidden": "true" }), h("span", {}, "no data"));
+    this.swatch = this.legend.querySelector("canvas");
     this.note = h("p", { class: "soft" });
-    this.element = h("div", {}, h("div", { class: "heat-head" }, this.note, legend), this.box, this.output,
-      h("p", { class: "soft", id: "heat-help" }, "Arrow keys move over cards and times, Enter opens a card. The table below has the same cards."));
+    this.element = h("div", {}, h("div", { class: "heat-frame" }, this.box, this.output), this.note, h("p", { class: "unseen", id: "heat-help" }, `${HELP} The table below has the same cards.`));
     new ResizeObserver(() => this.layout()).observe(this.box);
     matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => this.draw());
   }
@@ -49,7 +51,7 @@ export class HeatMap {
     this.cards = cards.filter((card) => card.state !== "detached" || card.line.some((value) => value !== null));
     const minutes = fleet.stepMs / 60_000;
     const width = minutes < 60 ? `${minutes} min` : `${minutes / 60} h`;
-    this.note.textContent = `${dateTime(fleet.startMs)} to ${dateTime(fleet.endMs)}, mean of ${width} (from ${fleet.resolution === "raw" ? "samples" : `buckets of ${fleet.resolution}`})`;
+    this.note.textContent = `A row is a card, a cell its mean over ${width}, from ${SOURCES[fleet.resolution]}.`;
     this.canvas.setAttribute("aria-label", `Heat map of utilization: ${this.cards.length} cards over the last day`);
     this.layout();
   }
@@ -57,7 +59,7 @@ export class HeatMap {
   layout() {
     if (!this.fleet || !this.box.clientWidth) return;
     const count = this.cards.length;
-    this.height = count <= 60 ? 14 : count <= 400 ? 8 : 5;
+    this.height = count <= 30 ? 14 : count <= 100 ? 10 : count <= 400 ? 7 : 5;
     this.left = this.box.clientWidth < 600 ? 84 : 168;
     this.rows = [];
     this.heads = [];
@@ -100,13 +102,13 @@ export class HeatMap {
       canvas.style.height = `${height}px`;
     }
     const style = getComputedStyle(document.documentElement);
-    const [ink, soft, panel, line, accent, gap] = ["--ink", "--soft", "--panel", "--line", "--accent", "--gap"].map((name) => style.getPropertyValue(name).trim());
+    const [ink, soft, panel, line, accent, gap, hatching] = ["--ink", "--soft", "--panel", "--line", "--accent", "--gap", "--hatch"].map((name) => style.getPropertyValue(name).trim());
     const pen = canvas.getContext("2d");
     pen.setTransform(ratio, 0, 0, ratio, 0, 0);
     pen.fillStyle = panel;
     pen.fillRect(0, 0, width, height);
     pen.textBaseline = "middle";
-    const hatch = hatched(pen, gap, line);
+    const hatch = hatched(pen, gap, hatching);
     const top = this.box.scrollTop - AXIS;
     const columns = Math.round((this.fleet.endMs - this.fleet.startMs) / this.fleet.stepMs);
     const edge = (column) => Math.round(left + ((width - left) * column) / columns);
@@ -128,19 +130,19 @@ export class HeatMap {
       if (card.cvm !== cvm) {
         cvm = card.cvm;
         if (at - labelled >= 12) {
-          pen.font = "11px system-ui, sans-serif";
+          pen.font = "12px system-ui, sans-serif";
           pen.fillStyle = soft;
-          pen.fillText(fitted(pen, cvm.vm_name ?? cvm.vm_id, left - 16), 10, at + Math.max(this.height / 2, 5));
+          pen.fillText(fitted(pen, cvm.vm_name ?? cvm.vm_id, left - 18), 10, at + Math.max(this.height / 2, 5));
           labelled = at;
         }
       }
     }
-    pen.font = "600 12px system-ui, sans-serif";
+    pen.font = "600 13px system-ui, sans-serif";
     for (const { y, host } of this.heads) {
       const at = y - top;
       if (at < 0 || at > height) continue;
       pen.fillStyle = ink;
-      pen.fillText(fitted(pen, host, width - 8), 4, at + HOST / 2);
+      pen.fillText(fitted(pen, host, width - 12), 0, at + HOST / 2 + 1);
     }
     if (this.selected) {
       const { row, column } = this.selected;
@@ -153,6 +155,12 @@ export class HeatMap {
     }
     pen.fillStyle = panel;
     pen.fillRect(0, 0, width, AXIS);
+    // Whose rows these are, once their head is out of view.
+    const above = this.heads.filter((head) => head.y < top + AXIS - HOST / 2).at(-1);
+    if (above) {
+      pen.fillStyle = ink;
+      pen.fillText(fitted(pen, above.host, left - 12), 0, AXIS / 2);
+    }
     pen.font = "11px system-ui, sans-serif";
     for (const [ms, label] of ticks(this.fleet.startMs, this.fleet.endMs, Math.max(2, (width - left) / 70))) {
       const x = left + ((width - left) * (ms - this.fleet.startMs)) / (this.fleet.endMs - this.fleet.startMs);
@@ -163,8 +171,8 @@ export class HeatMap {
       pen.fillText(label, Math.min(Math.max(x - wide / 2, left), width - wide - 2), 8);
     }
     const swatch = this.swatch.getContext("2d");
-    swatch.fillStyle = hatched(swatch, gap, line);
-    swatch.fillRect(0, 0, 14, 12);
+    swatch.fillStyle = hatched(swatch, gap, hatching);
+    swatch.fillRect(0, 0, 24, 12);
   }
 
   firstBelow(y) {
@@ -193,15 +201,26 @@ export class HeatMap {
     const row = index === null ? null : this.rows[index];
     this.selected = row ? { index, row, column } : null;
     this.canvas.style.cursor = row ? "pointer" : "";
-    this.output.textContent = row ? this.words(row.card, column) : "";
     this.later();
+    if (!row) return void (this.output.hidden = true);
+    const width = this.box.clientWidth, columns = (this.fleet.endMs - this.fleet.startMs) / this.fleet.stepMs;
+    this.tell(this.words(row.card, column), this.left + ((width - this.left) * (column + 1)) / columns, row.y - this.box.scrollTop + AXIS + this.height);
+  }
+
+  /** Beside a cell, over what is there: nothing on the page moves. */
+  tell(words, x, y) {
+    const { output, box } = this;
+    output.hidden = false;
+    output.textContent = words;
+    output.style.left = `${Math.max(0, Math.min(x + 6, box.clientWidth - output.offsetWidth))}px`;
+    output.style.top = `${y + output.offsetHeight + 10 > this.view ? Math.max(0, y - this.height - output.offsetHeight - 6) : y + 6}px`;
   }
 
   words(card, column) {
     const from = this.fleet.startMs + column * this.fleet.stepMs;
     const value = card.line[column];
     const where = [card.cvm.vmm, card.cvm.vm_name ?? card.cvm.vm_id, card.host_bdf ?? card.bdf, shortUuid(card.uuid)].filter(Boolean).join(" · ");
-    return `${where} · ${dateTime(from)}–${clock(from + this.fleet.stepMs)}: ${value === null || value === undefined ? "no data" : `${value} %`}`;
+    return `${where} · ${dayOfMonth(from)} ${clock(from)}–${clock(from + this.fleet.stepMs)}: ${value === null || value === undefined ? "no data" : `${value} %`}`;
   }
 
   key(event) {

@@ -1,8 +1,8 @@
 // The overview: figures, the heat map, the table of cards, the CVMs. It is built once and brought up to date in place.
 
 import { query } from "./api.js";
-import { celsius, gibOf, h, isoTime, percent, s, shortUuid, span, state, table, text, watts, yesNo } from "./dom.js";
-import { filtered, KINDS, keyOf } from "./fleet.js";
+import { cc, ccWord, celsius, gibOf, h, isoTime, percent, s, scrolling, shortUuid, span, state, table, text, watts } from "./dom.js";
+import { byTrouble, filtered, KINDS, keyOf } from "./fleet.js";
 import { HeatMap } from "./heatmap.js";
 
 const AT_ONCE = 100;
@@ -13,6 +13,8 @@ export const cardLink = (card, cvm, label) =>
   h("a", { href: card.uuid ? query({ view: "card", uuid: card.uuid }) : query({ view: "place", vmm: cvm.vmm, vm_id: cvm.vm_id, bdf: card.bdf }), title: card.uuid ?? "known by its place only" }, label ?? h("code", {}, shortUuid(card.uuid ?? card.bdf)));
 export const cvmLink = (cvm) => h("a", { href: query({ view: "cvm", vmm: cvm.vmm, vm_id: cvm.vm_id }) }, cvm.vm_name ?? cvm.vm_id);
 export const slotLink = (vmm, host) => (host ? h("a", { href: query({ view: "slot", vmm, host_bdf: host }) }, h("code", {}, host.replace(/^0000:/, ""))) : text(null));
+/** An app, as a way to all its cards. */
+export const appLink = (id) => (id ? h("a", { href: query({ q: id }), title: id }, h("code", {}, shortUuid(id))) : text(null));
 const short = (bdf) => (bdf ? h("code", {}, bdf.replace(/^0000:/, "")) : text(null));
 
 /** Bars of a line; where nothing is known there is a ground. */
@@ -36,8 +38,7 @@ function sparkline(line) {
     gaps.map(([from, to]) => s("rect", { x: at(from), y: 17, width: at(to) - at(from), height: 3 })), s("path", { d }));
 }
 
-const utilization = (value) => (value === null ? percent(value) : [h("meter", { min: "0", max: "100", value: String(value), "aria-hidden": "true" }), h("span", { class: "percent" }, percent(value))]);
-const cc = (cvm) => `${yesNo(cvm.cc_enabled)} / ${yesNo(cvm.cc_ready)}`;
+export const utilization = (value) => (value === null ? percent(value) : [h("meter", { min: "0", max: "100", value: String(value), "aria-hidden": "true" }), h("span", { class: "percent" }, percent(value))]);
 
 // Key, head, whether it is a number, what it is sorted by, what is shown.
 const COLUMNS = [
@@ -45,17 +46,17 @@ const COLUMNS = [
   ["card", "Card", false, (card) => card.uuid, (card) => cardLink(card, card.cvm)],
   ["utilization", "Utilization", true, (card) => card.utilization_gpu, (card) => utilization(card.utilization_gpu)],
   ["day", "Last day", false, (card) => mean(card.line), (card) => sparkline(card.line)],
-  ["memory", "Memory used / total", true, (card) => card.memory_used_bytes, (card) => gibOf(card.memory_used_bytes, card.memory_total_bytes)],
+  ["cvm", "CVM", false, (card) => card.cvm.vm_name ?? card.cvm.vm_id, (card) => cvmLink(card.cvm)],
+  ["host", "Host", false, (card) => card.cvm.vmm, (card) => card.cvm.vmm],
+  ["slot", "Host address", false, (card) => card.host_bdf, (card) => slotLink(card.cvm.vmm, card.host_bdf)],
+  ["memory", "Memory", true, (card) => card.memory_used_bytes, (card) => gibOf(card.memory_used_bytes, card.memory_total_bytes)],
   ["temperature", "Temp.", true, (card) => card.temperature_c, (card) => celsius(card.temperature_c)],
   ["power", "Power", true, (card) => card.power_usage_mw, (card) => watts(card.power_usage_mw)],
   ["age", "Age", true, (card) => card.age_s, (card) => span(card.age_s)],
-  ["host", "Host", false, (card) => card.cvm.vmm, (card) => card.cvm.vmm],
-  ["slot", "Host address", false, (card) => card.host_bdf, (card) => slotLink(card.cvm.vmm, card.host_bdf)],
-  ["cvm", "CVM", false, (card) => card.cvm.vm_name ?? card.cvm.vm_id, (card) => cvmLink(card.cvm)],
+  ["cc", "CC", false, (card) => ccWord(card.cvm), (card) => cc(card.cvm)],
+  ["errors", "Errors", true, (card) => card.query_errors, (card) => (card.query_errors ? h("span", { class: "not-ok" }, String(card.query_errors)) : "0")],
+  ["app", "App", false, (card) => card.cvm.app_id, (card) => appLink(card.cvm.app_id)],
   ["guest", "Guest address", false, (card) => card.bdf, (card) => short(card.bdf)],
-  ["app", "App", false, (card) => card.cvm.app_id, (card) => (card.cvm.app_id ? h("code", { title: card.cvm.app_id }, shortUuid(card.cvm.app_id)) : text(null))],
-  ["cc", "CC on / ready", false, (card) => cc(card.cvm), (card) => cc(card.cvm)],
-  ["errors", "Errors", true, (card) => card.query_errors, (card) => String(card.query_errors)],
 ];
 const NAMES = new Set(["host", "cvm"]);
 
@@ -91,16 +92,18 @@ export class Overview {
     this.count = h("p", { class: "soft", role: "status" });
     this.heads = h("tr", {}, COLUMNS.map(([key, name, numeric]) => h("th", { scope: "col", class: numeric && "n" }, h("button", { type: "button", onclick: () => this.sort(key) }, name))));
     this.body = h("tbody");
-    this.table = h("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Cards" }, h("table", {}, h("thead", {}, this.heads), this.body));
+    this.table = scrolling("Cards", h("table", { class: "cards" }, h("thead", {}, this.heads), this.body));
     this.more = h("button", { type: "button", onclick: () => { this.shown += 4 * AT_ONCE; this.show(this.fleet, this.asked); } });
     this.cvms = h("div");
+    this.cvmCount = h("p", { class: "soft" });
     this.empty = h("p", {});
+    this.filters = h("form", { class: "filters", role: "search", onsubmit: (event) => event.preventDefault() },
+      h("label", { class: "wide" }, "Find", this.q), h("label", {}, "State", this.state), h("label", {}, "Host", this.host));
     this.element = h("div", {}, this.figures,
-      h("section", { class: "heat", "aria-labelledby": "heat" }, h("h2", { id: "heat" }, "Last 24 hours"), this.heat.element),
-      h("section", { "aria-labelledby": "cards" }, h("h2", { id: "cards" }, "Cards"),
-        h("form", { class: "filters", role: "search", onsubmit: (event) => event.preventDefault() }, h("label", {}, "Find", this.q), h("label", {}, "State", this.state), h("label", {}, "Host", this.host)),
-        this.count, this.empty, this.table, this.more),
-      h("section", { "aria-labelledby": "cvms" }, h("h2", { id: "cvms" }, "CVMs"), this.cvms));
+      h("section", { class: "heat", "aria-labelledby": "heat" }, h("div", { class: "head" }, h("h2", { id: "heat" }, "Utilization, last 24 hours"), this.heat.legend), this.heat.element),
+      h("div", { class: "tables" },
+        h("section", { "aria-labelledby": "cards" }, h("div", { class: "head" }, h("h2", { id: "cards" }, "Cards"), this.count), this.filters, this.empty, this.table, this.more),
+        h("section", { "aria-labelledby": "cvms" }, h("div", { class: "head" }, h("h2", { id: "cvms" }, "CVMs"), this.cvmCount), this.cvms)));
   }
 
   sort(key) {
@@ -123,6 +126,8 @@ export class Overview {
     this.host.value = asked.host ?? "";
     this.heat.show(fleet, cards);
     this.heat.element.parentElement.hidden = cards.length === 0;
+    this.filters.hidden = fleet.cards.length === 0;
+    this.figures.hidden = fleet.cvms.length === 0;
     this.showTable(cards, asked);
     this.showCvms(fleet.cvms, asked);
   }
@@ -138,6 +143,7 @@ export class Overview {
       button.lastChild.textContent = name;
       button.setAttribute("aria-pressed", String((asked.state ?? "") === key));
       button.classList.toggle("trouble", TROUBLE.has(key) && count > 0);
+      button.classList.toggle("none", count === 0);
     });
   }
 
@@ -148,11 +154,12 @@ export class Overview {
       if (name === key) this.heads.children[index].setAttribute("aria-sort", down ? "descending" : "ascending");
       else this.heads.children[index].removeAttribute("aria-sort");
     });
-    const all = column ? sorted(cards, column[3], down) : cards;
+    const all = column ? sorted(cards, column[3], down) : byTrouble(cards);
     const shown = all.slice(0, this.shown);
     this.empty.textContent = this.fleet.cards.length ? "No card is like that: change the filters." : "No card has been seen yet.";
     this.empty.hidden = cards.length > 0;
     this.table.hidden = cards.length === 0;
+    this.count.hidden = cards.length === 0;
     this.count.textContent = cards.length === shown.length ? `${cards.length} cards` : `${shown.length} of ${cards.length} cards`;
     this.more.hidden = shown.length === all.length;
     this.more.textContent = `Show ${Math.min(4 * AT_ONCE, all.length - shown.length)} more`;
@@ -195,13 +202,14 @@ export class Overview {
     const said = JSON.stringify([ordered.map(({ cards: _, until: __, ...cvm }) => cvm), found.length]);
     if (said === this.cvmsSaid) return;
     this.cvmsSaid = said;
-    if (!found.length) return void this.cvms.replaceChildren(h("p", {}, "No CVM has been polled yet."));
-    const rows = ordered.map((cvm) => h("tr", {}, h("td", {}, state(cvm.outcome)), h("td", { class: "name" }, cvmLink(cvm)), h("td", {}, cvm.vmm),
-      h("td", {}, cvm.app_id ? h("code", { title: cvm.app_id }, shortUuid(cvm.app_id)) : text(null)), h("td", { class: "n" }, String(cvm.gpus)), h("td", {}, isoTime(cvm.since)),
-      h("td", {}, text(cvm.schema_status)), h("td", {}, cc(cvm)), h("td", { class: "wrap" }, cvm.detail ?? "")));
+    this.cvmCount.hidden = !found.length;
+    if (!found.length) return void this.cvms.replaceChildren(h("p", {}, "No CVM has been polled yet."), h("p", { class: "soft" }, "Those of each ", h("code", {}, "--vmm"), " are asked within an interval of the aggregator's start; ", h("code", {}, "gpu-aggregator poll"), " asks at once and says what comes back."));
+    this.cvmCount.textContent = `${ordered.length} of ${found.length} CVMs, those in trouble first`;
+    const rows = ordered.map((cvm) => h("tr", {}, h("td", {}, state(cvm.outcome)), h("td", { class: "name" }, cvmLink(cvm)), h("td", { class: "name" }, cvm.vmm),
+      h("td", { class: "n" }, String(cvm.gpus)), h("td", {}, isoTime(cvm.since)), h("td", {}, cc(cvm)), h("td", {}, text(cvm.schema_status)),
+      h("td", {}, appLink(cvm.app_id)), h("td", { class: "wrap" }, cvm.detail ?? "")));
     const more = h("button", { type: "button", onclick: () => { this.cvmsShown += 4 * AT_ONCE; this.showCvms(this.fleet.cvms, this.asked); } }, "Show more");
     more.hidden = ordered.length === found.length;
-    this.cvms.replaceChildren(h("p", { class: "soft" }, `${ordered.length} of ${found.length} CVMs, those in trouble first`),
-      table("CVMs", [["Outcome"], ["CVM"], ["Host"], ["App"], ["Cards", true], ["Since"], ["Schema"], ["CC on / ready"], ["Detail"]], rows), more);
+    this.cvms.replaceChildren(table("CVMs", [["Outcome"], ["CVM"], ["Host"], ["Cards", true], ["Since"], ["CC"], ["Schema"], ["App"], ["Detail"]], rows), more);
   }
 }

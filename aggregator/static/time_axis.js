@@ -1,10 +1,9 @@
 // Where ticks of a time axis stand and what they say, in the browser's time zone.
 
-import { clock, day } from "./dom.js";
+import { clock, dayOfMonth, month } from "./dom.js";
 
 const M = 60_000, H = 60 * M, D = 24 * H;
 const STEPS = [M, 2 * M, 5 * M, 10 * M, 15 * M, 30 * M, H, 2 * H, 3 * H, 6 * H, 12 * H, D, 2 * D, 7 * D, 14 * D, 30 * D, 91 * D];
-const MONTHS = ["Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec"];
 
 /** [ms, text] of at most so many ticks. */
 export function ticks(startMs, endMs, most) {
@@ -16,12 +15,12 @@ export function ticks(startMs, endMs, most) {
     const months = Math.round(step / (30 * D));
     at.setDate(1);
     while (at.getTime() < endMs) {
-      if (at.getTime() >= startMs) found.push([at.getTime(), `${MONTHS[at.getMonth()]} ${at.getFullYear()}`]);
+      if (at.getTime() >= startMs) found.push([at.getTime(), `${month(at)} ${at.getFullYear()}`]);
       at.setMonth(at.getMonth() + months);
     }
   } else if (step >= D) {
     while (at.getTime() < endMs) {
-      if (at.getTime() >= startMs) found.push([at.getTime(), day(at.getTime()).slice(5)]);
+      if (at.getTime() >= startMs) found.push([at.getTime(), dayOfMonth(at.getTime())]);
       at.setDate(at.getDate() + step / D);
     }
   } else {
@@ -30,7 +29,7 @@ export function ticks(startMs, endMs, most) {
       const next = new Date(at);
       next.setDate(next.getDate() + 1);
       for (let ms = at.getTime(); ms < Math.min(next.getTime(), endMs); ms += step) {
-        if (ms >= startMs) found.push([ms, ms === at.getTime() ? day(ms).slice(5) : clock(ms)]);
+        if (ms >= startMs) found.push([ms, ms === at.getTime() ? dayOfMonth(ms) : clock(ms)]);
       }
       at.setTime(next.getTime());
     }

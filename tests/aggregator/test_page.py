@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from aggregator.page import SHOWN_AT_FIRST, STATIC, figures, render_fleet, render_shell
+from aggregator.page import SHOWN_AT_FIRST, STATIC, cc, figures, render_fleet, render_shell
 from gpuwire.device import GAUGES
 from gpuwire.display import age, celsius, gib, percent, watts, yes_no
 
@@ -46,6 +46,12 @@ CVM: dict[str, Any] = {
         (age(None, NOW_MS), "–"),
         (yes_no(None), "unknown"),
         (yes_no(False), "no"),
+        (cc({"cc_enabled": True, "cc_ready": True}), "ready"),
+        (cc({"cc_enabled": True, "cc_ready": False}), "not ready"),
+        (cc({"cc_enabled": None, "cc_ready": False}), "not ready"),
+        (cc({"cc_enabled": False, "cc_ready": False}), "off"),
+        (cc({"cc_enabled": True, "cc_ready": None}), "on"),
+        (cc({"cc_enabled": None, "cc_ready": None}), "–"),
     ],
 )
 def test_values_look_as_people_read_them(shown: str, expected: str) -> None:
@@ -89,6 +95,14 @@ def test_figures_count_each_card_as_what_it_is() -> None:
     assert found == {"cards": 7, "busy": 1, "idle": 2, "stale": 1, "silent": 1, "CC not ready": 1, "contested": 1}
     assert [name for name, _, trouble in figures(cards) if trouble] == ["stale", "silent", "CC not ready", "contested"]
     assert not any(trouble for _, _, trouble in figures([card("ok", 50)]))
+
+
+def test_cards_in_trouble_are_among_the_first() -> None:
+    fine = [{**CARD, "uuid": f"GPU-{number}"} for number in range(SHOWN_AT_FIRST)]
+    last = [{**CARD, "uuid": "GPU-gone", "state": "detached"}, {**CARD, "uuid": "GPU-mute", "state": "silent"}]
+    page = render_fleet([*fine, *last], [CVM], now_ms=NOW_MS)
+    assert page.index("GPU-mute") < page.index("GPU-0")
+    assert "GPU-gone" not in page
 
 
 def test_the_first_view_has_as_many_rows_as_one_looks_at_and_cvms_in_trouble_first() -> None:

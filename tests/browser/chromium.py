@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from playwright.sync_api import Browser, Route, sync_playwright
+from playwright.sync_api import Browser, Route, expect, sync_playwright
 
 # It runs as root in CI, and has no business anywhere but at the page that it is shown.
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update", "--disable-sync"]
+# Others may use the machine meanwhile.
+expect.set_options(timeout=20_000)
 
 
 @contextmanager

@@ -1,10 +1,11 @@
-"""Fleets for the page: a small one with all that a page has to show, and large ones of any size."""
+"""Fleets for the page: a small one with all that a page has to show, one as a hall has it, and large ones of any size."""
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from hashlib import sha256
 
 from sqlalchemy import text
 
@@ -75,10 +76,19 @@ def _polls(now_ms: int, hours: float) -> Iterator[Poll]:
 
 
 def _sample(
-    chance: random.Random, name: str, slot: int, host: int, load: float, at: int, errors: tuple[str, ...] = ()
+    chance: random.Random,
+    name: str,
+    slot: int,
+    host: int,
+    load: float,
+    at: int,
+    errors: tuple[str, ...] = (),
+    held: float | None = None,
 ) -> Sample:
+    """`held` is the part of its memory that is used, which else follows the load."""
     load = min(1.0, max(0.0, load * chance.uniform(0.95, 1.05)))
-    used = round(TOTAL * (0.1 + 0.8 * load)) if load else 0
+    share = held if held is not None else 0.1 + 0.8 * load if load else 0
+    used = round(TOTAL * share)
     device = GpuDevice(
         index=slot - 1,
         uuid="" if name == uuid(-1) else name,
@@ -93,6 +103,109 @@ def _sample(
         errors=errors,
     )
     return Sample(device, at, Bdf.parse(f"0{slot}:00.0"), HostAddress(Bdf.parse(f"{host:02x}:00.0"), "topology"), "H200")
+
+
+SLOTS = (0x19, 0x3B, 0x4C, 0x5D, 0x9B, 0xBB, 0xCB, 0xDB)
+
+
+def _training(at: int, _chance: random.Random) -> float:
+    """Full, but for a checkpoint each three hours, and once a restart."""
+    hour = at / H % 24
+    return 0.05 if hour % 3 < 0.2 or 7.5 < hour < 8.2 else 0.97
+
+
+def _serving(at: int, chance: random.Random) -> float:
+    """Quiet at four at night, busiest in the afternoon."""
+    return (0.46 - 0.36 * math.cos((at / H % 24 - 4) / 12 * math.pi)) * chance.uniform(0.8, 1.2)
+
+
+def _nightly(at: int, _chance: random.Random) -> float:
+    return 0.88 if at / H % 24 < 5 or at / H % 24 > 20 else 0.0
+
+
+def _notebooks(at: int, chance: random.Random) -> float:
+    """Bursts in office hours."""
+    return chance.uniform(0.2, 0.9) if 8 < at / H % 24 < 18 and at // (25 * M) % 3 else 0.0
+
+
+def _idle(_at: int, _chance: random.Random) -> float:
+    return 0.0
+
+
+# Host, CVM, app, its cards' places on the host, what it does, how much memory it holds while it does nothing.
+HALL: tuple[tuple[str, str, str, range, Callable[[int, random.Random], float], float], ...] = (
+    ("hall-a-01", "pretrain-0", "pretrain", range(8), _training, 0.93),
+    ("hall-a-02", "pretrain-1", "pretrain", range(8), _training, 0.93),
+    ("hall-b-01", "chat", "chat", range(4), _serving, 0.72),
+    ("hall-b-01", "embeddings", "search", range(4, 6), _serving, 0.31),
+    ("hall-b-01", "notebooks", "research", range(6, 8), _notebooks, 0.12),
+    ("hall-b-02", "evaluation", "evaluation", range(4), _nightly, 0.0),
+    ("hall-b-02", "finetune", "research", range(4, 6), _training, 0.81),
+    ("hall-b-02", "vision", "vision", range(6, 8), _serving, 0.44),
+)
+# A card of the evaluation went over to finetune this long ago, and vision has been silent since.
+MOVED_AGO, SILENT_AGO = 9 * H, 100 * M
+
+
+def hall_uuid(number: int) -> str:
+    digits = sha256(f"card {number}".encode()).hexdigest()
+    return f"GPU-{digits[:8]}-{digits[8:12]}-{digits[12:16]}-{digits[16:20]}-{digits[20:32]}"
+
+
+HALL_MOVED = hall_uuid(8 * 3 + 3)
+
+
+def tell_hall(store: Store, now_ms: int) -> None:
+    """A day of two hosts that train, and of two with a mixture, where one CVM is silent and one card has moved."""
+    chance = random.Random(3)
+    polls = [
+        _poll_of_hall(chance, row, now_ms - at, at)
+        for at in range(now_ms - 26 * H, now_ms + 1, 2 * M)
+        for row in range(len(HALL))
+    ]
+    for start in range(0, len(polls), 1000):
+        store.write(polls[start : start + 1000])
+    roll_up(store, now_ms)
+
+
+def _poll_of_hall(chance: random.Random, row: int, ago: int, at: int) -> Poll:
+    host, name, app, places, load, held = HALL[row]
+    app_id, vm_id = (sha256(word.encode()).hexdigest()[:40] for word in (app, f"{host}/{name}"))
+    cvm = Cvm(host, f"{vm_id[:8]}-{vm_id[8:12]}-4{vm_id[13:16]}-8{vm_id[17:20]}-{vm_id[20:32]}", name, app_id, f"i-{vm_id}")
+    if name == "vision" and ago < SILENT_AGO:
+        return Poll(cvm, at, "timeout", "the guest gave no answer within 8 s")
+    samples = []
+    base = sorted({row[0] for row in HALL}).index(host) * 8
+    for place in places:
+        number = base + place
+        if name == "evaluation" and place == 3 and ago < MOVED_AGO:
+            continue
+        if name == "finetune" and ago >= MOVED_AGO:
+            continue
+        if name == "finetune" and place == 4:
+            number = base + 3
+        now = load(at, chance)
+        samples.append(
+            _sample(
+                chance,
+                hall_uuid(number),
+                place - places.start + 1,
+                SLOTS[place],
+                now,
+                at,
+                held=held if held or not now else 0.6,
+            )
+        )
+    return Poll(
+        cvm,
+        at,
+        "ok" if samples else "no_gpu",
+        "",
+        "match",
+        True if samples else None,
+        True if samples else None,
+        tuple(samples),
+    )
 
 
 def tell_large(store: Store, now_ms: int, cards: int, step_ms: int) -> None:

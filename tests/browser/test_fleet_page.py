@@ -3,10 +3,12 @@ a token, behind a prefix, with nobody there."""
 
 from __future__ import annotations
 
+import os
 import re
+import sqlite3
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from itertools import pairwise
 from pathlib import Path
 
@@ -84,7 +86,7 @@ def tab(browser: Browser, width: int = 1280, scheme: str = "light", *, sound: bo
         color_scheme="dark" if scheme == "dark" else "light",
         timezone_id="Asia/Kolkata",
     )
-    context.set_default_timeout(10_000)
+    context.set_default_timeout(20_000)
     watched = Watched(context.new_page())
     try:
         yield watched
@@ -98,7 +100,7 @@ def tab(browser: Browser, width: int = 1280, scheme: str = "light", *, sound: bo
 
 
 def settled(page: Page) -> Page:
-    expect(page.locator("#fresh")).to_contain_text("as of", timeout=15_000)
+    expect(page.locator("#fresh")).to_contain_text("as of")
     return page
 
 
@@ -262,6 +264,38 @@ def test_a_new_sample_shows_up_by_itself(browser: Browser, database: str, tmp_pa
         expect(page.locator("#notices")).to_have_text("VMM rack9 cannot be reached. unreachable: <b>nobody</b>")
 
 
+def test_what_is_in_trouble_comes_first(browser: Browser, fleet: Fleet) -> None:
+    with tab(browser) as watched:
+        page = watched.open(fleet.url)
+        assert column(page, "State") == ["○ silent"] * 2 + ["● ok"] * 13
+        assert page.locator("[aria-label=CVMs] tbody td").first.inner_text() == "▲ timeout"
+        assert page.locator(".figures .trouble").all_inner_texts() == ["2\nsilent", "2\nCC not ready"]
+
+
+def test_nothing_jumps_when_the_rest_of_the_first_view_comes(browser: Browser, fleet: Fleet) -> None:
+    with tab(browser, sound=False) as before, tab(browser) as after:
+        before.page.route("**/app.js", lambda route: route.abort())
+        before.page.goto(fleet.url)
+        after.open(fleet.url)
+        for place in (".figures", "#heat", "#cards", "[aria-label=Cards] tbody tr"):
+            boxes = [one.page.locator(place).first.bounding_box() for one in (before, after)]
+            tops = [box["y"] for box in boxes if box is not None]
+            assert len(tops) == 2
+            assert abs(tops[0] - tops[1]) <= 4, place
+
+
+def test_a_cell_of_the_heat_map_is_told_beside_it_and_nothing_moves(browser: Browser, fleet: Fleet) -> None:
+    with tab(browser) as watched:
+        page = watched.open(fleet.url)
+        before = page.locator("#cards").bounding_box()
+        canvas = page.locator(".heat-scroll canvas")
+        canvas.hover(position={"x": 700, "y": 50})
+        expect(page.locator(".heat output")).to_have_text(re.compile(r"^rack1 · serving · .* · \d+ \w+ [\d:]+–[\d:]+: \d+ %$"))
+        assert page.locator("#cards").bounding_box() == before
+        page.mouse.move(5, 5)
+        expect(page.locator(".heat output")).to_be_hidden()
+
+
 # A card, a slot, a CVM
 
 
@@ -293,7 +327,6 @@ def test_a_drag_zooms_a_button_goes_back_and_the_url_has_it(browser: Browser, fl
         assert box is not None
         y = box["y"] + 50
         page.mouse.move(box["x"] + box["width"] * 0.5, y)
-        expect(page.locator("main output")).to_contain_text("Utilization, ")
         page.mouse.down()
         page.mouse.move(box["x"] + box["width"] * 0.55, y, steps=3)
         assert page.locator(".drag").count() == 1
@@ -307,8 +340,8 @@ def test_a_drag_zooms_a_button_goes_back_and_the_url_has_it(browser: Browser, fl
         page.go_back()
         expect(page.get_by_text("A point is 15 s, from samples")).to_be_visible()
         assert page.url == zoomed
-        page.get_by_role("link", name="7d").click()
-        expect(page.get_by_text("A point is 15 min, from buckets of 5 minutes")).to_be_visible()
+        page.get_by_role("link", name="7d", exact=True).click()
+        expect(page.get_by_text(re.compile(r"A point is \d+ min, from buckets of 5 minutes"))).to_be_visible()
         assert page.url.endswith("range=7d")
         for name in ("1h", "1y"):
             page.get_by_role("link", name=name, exact=True).click()
@@ -320,11 +353,59 @@ def test_a_chart_is_read_and_zoomed_by_keys(browser: Browser, fleet: Fleet) -> N
     with tab(browser) as watched:
         page = watched.open(f"{fleet.url}?view=card&uuid={uuid(0)}&range=24h")
         page.locator(".chart svg").nth(3).focus()
+        said = page.get_by_role("status").filter(has_text="Power")
         page.keyboard.press("ArrowRight")
+        value = r"%s, least %s, greatest %s"
+        spoken = "; ".join(
+            value.replace("%s", figure)
+            for figure in (r"Power \d+\.\d W", r"Utilization \d+ %", r"Memory \d+\.\d GiB", r"Temperature \d+ °C")
+        )
+        spoken = re.sub(r"(least|greatest) [A-Z][a-z ]+ ", r"\1 ", spoken)
+        expect(said).to_have_text(re.compile(rf"^\d+ \w+ \d\d:\d\d, 5 min: {spoken}$"))
+        last = said.inner_text()
         page.keyboard.press("ArrowLeft")
-        expect(page.locator("main output")).to_contain_text(re.compile(r"^Power, .*: average \d+\.\d W, least"))
+        expect(said).not_to_have_text(last)
+        assert len(set(page.locator(".tag-text").all_text_contents())) == 1, "one instant"
+        assert page.locator(".cross").count() == 4
+        page.keyboard.press("Home")
+        left = page.locator(".cross").first.bounding_box()
+        page.keyboard.press("End")
+        right = page.locator(".cross").first.bounding_box()
+        assert left is not None
+        assert right is not None
+        assert right["x"] - left["x"] > 400
+        page.keyboard.press("Escape")
+        expect(page.locator(".cross")).to_have_count(0)
         page.keyboard.press("+")
         expect(page).to_have_url(re.compile("from="))
+
+
+def test_a_pointer_reads_all_charts_at_one_instant_and_nothing_moves(browser: Browser, fleet: Fleet) -> None:
+    with tab(browser) as watched:
+        page = watched.open(f"{fleet.url}?view=card&uuid={uuid(4)}&range=24h")
+        where = "[...document.querySelectorAll('h2, h3, .chart svg')].map((one) => JSON.stringify(one.getBoundingClientRect()))"
+        before = page.evaluate(where)
+        chart = page.locator(".chart svg").nth(1)
+        box = chart.bounding_box()
+        assert box is not None
+        inner = box["width"] - 70
+
+        def point(hours_ago: float) -> None:
+            chart.hover(position={"x": 60 + inner * (1 - hours_ago / 24), "y": 60})
+
+        point(4)
+        expect(page.locator(".chart .read")).to_have_count(4)
+        for text, unit in zip(page.locator(".chart .read").all_text_contents(), ("%", "GiB", "°C", "W"), strict=True):
+            assert re.fullmatch(rf"average [\d.]+, [\d.]+ to [\d.]+ {unit}", text)
+        [tag] = set(page.locator(".tag-text").all_text_contents())
+        assert re.fullmatch(r"\d+ \w+ \d\d:\d\d, 5 min", tag)
+        assert page.evaluate(where) == before
+        assert page.locator("main output").text_content() == "", "a pointer is not read aloud"
+        point(7.5)
+        expect(page.locator(".chart .read")).to_have_text(["no data"] * 4)
+        page.mouse.move(5, 5)
+        expect(page.locator(".chart .read, .cross")).to_have_count(0)
+        assert page.evaluate(where) == before
 
 
 def test_a_slot_says_which_cards_sat_there(browser: Browser, fleet: Fleet) -> None:
@@ -350,6 +431,7 @@ def test_a_card_that_is_not_there_is_said_not_to_be(browser: Browser, fleet: Fle
     with tab(browser, sound=False) as watched:
         watched.page.goto(f"{fleet.url}?view=card&uuid=GPU-abc")
         expect(watched.page.get_by_role("alert")).to_contain_text("no card GPU-abc is known")
+        expect(watched.page.locator("#fresh")).to_have_text("")
         watched.page.get_by_role("link", name="Overview").click()
         expect(watched.page.get_by_label("Find")).to_be_visible()
 
@@ -357,7 +439,7 @@ def test_a_card_that_is_not_there_is_said_not_to_be(browser: Browser, fleet: Fle
 # Reports
 
 
-def test_a_report_has_its_table_its_chart_its_csv_and_its_sql(browser: Browser, fleet: Fleet) -> None:
+def test_a_report_has_its_table_its_chart_its_csv_and_its_sql(browser: Browser, fleet: Fleet, database: str) -> None:
     with tab(browser, sound=False) as watched:
         page = watched.open(f"{fleet.url}?view=reports")
         page.get_by_role("link", name="utilization").first.click()
@@ -370,14 +452,52 @@ def test_a_report_has_its_table_its_chart_its_csv_and_its_sql(browser: Browser, 
         assert page.locator(".chart .bar").count() == rows
         with page.expect_download() as download:
             page.get_by_role("link", name="Download as CSV").click()
+        assert download.value.url.endswith("/api/v1/reports/utilization?since=7d&by=day&format=csv")
         lines = Path(download.value.path()).read_text().splitlines()
         assert lines[0].startswith("day,cards,avg_pct,")
         assert len(lines) == rows + 1
+        assert not [url for url in watched.urls if "format=sql" in url], "who does not look at it does not wait for it"
         page.get_by_text("SQL", exact=True).click()
-        expect(page.locator("pre")).to_have_text("gpu-aggregator report utilization --since 7d --where by=day --sql")
-        page.get_by_label("busy_above").fill("7")
+        statement = page.get_by_role("region", name="SQL")
+        expect(statement).to_contain_text("SELECT")
+        assert page.evaluate("document.documentElement.scrollWidth") <= 1280
+        page.context.grant_permissions(["clipboard-read"])
+        page.get_by_role("button", name="Copy").click()
+        expect(page.get_by_text("Copied.")).to_be_visible()
+        copied = page.evaluate("navigator.clipboard.readText()")
+        assert copied.strip() == (statement.text_content() or "").strip()
+        with closing(sqlite3.connect(database.removeprefix("sqlite:///"))) as connection:
+            assert len(connection.execute(copied).fetchall()) == rows
+        page.get_by_label("busy above").fill("7")
         page.get_by_role("button", name="Show").click()
         expect(page.get_by_role("alert")).to_contain_text("busy_above: '7' is not allowed")
+
+
+def test_where_tokens_are_asked_for_the_csv_comes_with_one_and_the_sql_to_who_may(
+    browser: Browser, database: str, tmp_path: Path
+) -> None:
+    (tmp_path / "tokens").write_text("everything-1\nonly-training read:app=7d5c1a9e-training\n")
+    with serving(database, tmp_path / "spool", tokens=tmp_path / "tokens") as own, tab(browser, sound=False) as watched:
+        page = watched.page
+        page.goto(f"{own.url}?view=reports&report=placement&since=24h")
+        page.get_by_label("Token").fill("only-training")
+        page.keyboard.press("Enter")
+        rows = page.locator("tbody tr")
+        expect(rows).to_have_count(6)
+        with page.expect_download() as download:
+            page.get_by_role("link", name="Download as CSV").click()
+        assert download.value.url.startswith("blob:")
+        assert download.value.suggested_filename == "placement.csv"
+        assert len(Path(download.value.path()).read_text().splitlines()) == 6 + 1
+        page.get_by_text("SQL", exact=True).click()
+        expect(page.get_by_role("alert")).to_contain_text("format=sql is for who may read the whole database")
+        expect(page.get_by_role("region", name="SQL")).to_be_hidden()
+        page.get_by_role("button", name="Sign out").click()
+        page.get_by_label("Token").fill("everything-1")
+        page.keyboard.press("Enter")
+        page.get_by_text("SQL", exact=True).click()
+        expect(page.get_by_role("region", name="SQL")).to_contain_text("SELECT")
+        assert not [url for url in watched.urls if "everything-1" in url or "only-training" in url]
 
 
 # Hostile names
@@ -474,7 +594,7 @@ def test_an_aggregator_that_is_away_is_said_to_be_and_what_was_shown_stays(brows
         expect(page.get_by_role("alert")).to_contain_text("The aggregator does not answer. What is shown is as it was.")
         assert len(column(page, "State")) == 15
         there[0] = fleet.url
-        expect(page.get_by_role("alert")).to_have_count(0, timeout=10_000)
+        expect(page.get_by_role("alert")).to_have_count(0)
         settled(page)
 
 
@@ -523,12 +643,17 @@ def test_without_javascript_there_is_what_the_server_knows(browser: Browser, fle
 # Large
 
 
+def busy() -> float:
+    """How many times as long things take because others use this machine meanwhile; 1 where nobody does."""
+    return max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
+
+
 def test_a_thousand_cards_are_there_within_a_second_and_weigh_little(browser: Browser, tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path}/history.db"
     fill(url, lambda store, now_ms: tell_large(store, now_ms, 1000, 15 * M))
     with serving(url, tmp_path / "spool") as own:
-        paints = []
-        for _ in range(2):
+        paints: list[float] = []
+        while len(paints) < 5 and (not paints or min(paints) > 1000 * busy()):
             with tab(browser) as watched:
                 page = watched.open(own.url)
                 expect(page.get_by_text("100 of 1000 cards")).to_be_visible()
@@ -536,8 +661,7 @@ def test_a_thousand_cards_are_there_within_a_second_and_weigh_little(browser: Br
                 paints.append(page.evaluate(paint))
                 assert page.locator(".heat-scroll canvas").count() == 1
                 assert watched.bytes < 300_000
-        # Others may use the machine meanwhile: the best of them is what the page can do.
-        assert min(paints) < 1000
+        assert min(paints) < 1000 * busy()
 
 
 def test_five_thousand_cards_stay_readable_and_quick(browser: Browser, tmp_path: Path) -> None:
@@ -558,7 +682,7 @@ def test_five_thousand_cards_stay_readable_and_quick(browser: Browser, tmp_path:
           }
           return (performance.now() - began) / 20;
         }"""
-        assert page.evaluate(drawing) < 200, "ms a screen of it"
+        assert page.evaluate(drawing) < 200 * busy(), "ms a screen of it"
         filtering = """() => {
           const field = document.querySelector('input[type=search]');
           const began = performance.now();
@@ -566,7 +690,7 @@ def test_five_thousand_cards_stay_readable_and_quick(browser: Browser, tmp_path:
           field.dispatchEvent(new Event('input'));
           return performance.now() - began;
         }"""
-        assert page.evaluate(filtering) < 500
+        assert page.evaluate(filtering) < 500 * busy()
         expect(page.get_by_text("64 cards", exact=True)).to_be_visible()
         page.get_by_label("Find").fill("")
         page.get_by_role("button", name="Show 400 more").click()
