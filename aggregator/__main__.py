@@ -218,7 +218,7 @@ def poll_command(db: str, json: bool, **poll: Any) -> None:
 
 @service.command(cli, "report", env="AGGREGATOR", log_level="warning")
 @click.argument("name", required=False)
-@click.option("--list", "list_", is_flag=True, help="Say which reports there are.")
+@click.option("--list", is_flag=True, help="Say which reports there are.")
 @click.option("--since", help="From when on: 24h or 7d before the end, RFC 3339 or Unix seconds.  [default: 24h]")
 @click.option("--until", help="Up to when: RFC 3339 or Unix seconds.  [default: now]")
 @click.option(
@@ -228,25 +228,23 @@ def poll_command(db: str, json: bool, **poll: Any) -> None:
     help="Of these only: uuid, bdf, host_bdf, vmm, vm_id or app_id; or what the report is asked beside, such as by=app. May be"
     " repeated.",
 )
-@click.option(
-    "--format", "format_", type=click.Choice(["table", "csv", "json"]), default="table", show_default=True, help="How to print."
-)
+@click.option("--format", type=click.Choice(["table", "csv", "json"]), default="table", show_default=True, help="How to print.")
 @click.option("--sql", is_flag=True, help="Print the SQL that would be run, for psql or sqlite3.")
 @click.option("--time-zone", default="UTC", show_default=True, help="Whose days count, and what times are shown in.")
 @db_option
 def report_command(
     name: str | None,
-    list_: bool,
+    list: bool,
     since: str | None,
     until: str | None,
     where: tuple[str, ...],
-    format_: str,
+    format: str,
     sql: bool,
     time_zone: str,
     db: str,
 ) -> None:
     """Answer one of the questions that operators ask, such as: which cards are idle."""
-    if list_:
+    if list:
         click.echo(aligned((report.name, report.purpose) for report in reports().values()))
         return
     if name is None or (report := reports().get(name)) is None:
@@ -268,7 +266,7 @@ def report_command(
         raise click.UsageError(without_head(error)) from None
     except (DatabaseAway, QueryTooSlow, Unstorable) as error:
         raise StartError(str(error)) from None
-    match format_:
+    match format:
         case "table":
             click.echo(as_table(report, found, time_zone))
         case "csv":

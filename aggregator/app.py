@@ -10,7 +10,7 @@ from functools import partial
 
 from aiohttp import web
 
-from aggregator.api import Api, accepts_gzip
+from aggregator.api import Api, accepts_gzip, refusal
 from aggregator.calls import Slots
 from aggregator.errors import DatabaseAway
 from aggregator.fleet import Fleet
@@ -62,7 +62,7 @@ async def serve(settings: Settings, stop: asyncio.Event) -> None:
         fleet_metrics = FleetMetrics(store, writer, settings.stale_after)
         app = web_app(store, writer, metrics, fleet_metrics, settings.notice, open_data=tokens is None)
         Api(store, tokens).mount(app)
-        await stack.enter_async_context(service.http_server(app, settings.listen, tls=tls))
+        await stack.enter_async_context(service.http_server(app, settings.listen, tls=tls, refusal=refusal))
         connections = VmmConnections()
         stack.push_async_callback(connections.close)
         slots = Slots(settings.poll.concurrency, settings.poll.timeout)

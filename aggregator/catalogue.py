@@ -67,7 +67,7 @@ class Difference:
     @property
     def fatal(self) -> bool:
         """Without it rows can be neither written nor read."""
-        return self.found is None and self.name.startswith(("table ", "column "))
+        return self.found is None and self.name.startswith(("table ", "column ", "row "))
 
     @property
     def can_be_put_back(self) -> bool:
@@ -86,7 +86,17 @@ def differences(connection: Connection) -> list[Difference]:
     every = [Difference(name, found.get(name), expected.get(name)) for name in names]
     # Of a table that is missing, or not ours, its columns go without saying.
     whole = {difference.name.split()[1] for difference in every if difference.name.startswith("table ")}
-    return [d for d in every if d.name.split()[0] not in ("column", "constraint") or _owner(d.name) not in whole]
+    every = [d for d in every if d.name.split()[0] not in ("column", "constraint") or _owner(d.name) not in whole]
+    return every + list(_lost_rows(connection, found))
+
+
+def _lost_rows(connection: Connection, found: Catalogue) -> Iterator[Difference]:
+    """Rows that came with the schema, which all that is kept hangs on."""
+    if "column progress.resolution" in found:
+        there = set(connection.execute(text("SELECT resolution FROM progress")).scalars())
+        yield from (Difference(f"row progress.{name}", None, "") for name in ("raw", "5m", "1h") if name not in there)
+    if "table hot_move" in found and not connection.execute(text("SELECT count(*) FROM hot_move")).scalar():
+        yield Difference("row hot_move", None, "")
 
 
 def put_back(connection: Connection, missing: list[Difference]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from gpuwire.errors import TelemetryError
 
 
@@ -14,10 +16,20 @@ class DatabaseAway(TelemetryError):
 
     word = "database"
     status = 503
+    # Where waiting alone does not help, whose turn it is.
+    _advice: ClassVar[dict[str, str]] = {
+        "denied": "the database refuses this role or user, give it the rights that docs/operations.md lists",
+        "read_only": "the database takes no writes, name one that does or let it take them again",
+    }
 
     def __init__(self, detail: str = "", kind: str = "other") -> None:
         super().__init__(detail)
         self.kind = kind
+
+    def __str__(self) -> str:
+        if (advice := self._advice.get(self.kind)) is None:
+            return super().__str__()
+        return ": ".join(word for word in (self.word, advice, self.args[0]) if word)
 
 
 class Unstorable(TelemetryError):

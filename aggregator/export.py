@@ -7,6 +7,8 @@ import csv
 import io
 import json
 import zlib
+from array import array
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from operator import itemgetter
@@ -23,6 +25,7 @@ from gpuwire.access import Scope
 from gpuwire.device import GAUGES
 
 ROWS_AT_ONCE = 5000
+HOT_AT_ONCE = 10_000
 CARDS_AT_ONCE = 100
 
 COLUMNS = (
@@ -34,6 +37,7 @@ CONTENT_TYPES = {"csv": "text/csv; charset=utf-8", "ndjson": "application/x-ndjs
 _Key = tuple[int, int]  # sampled_at_ms and gpu_id: a card's rows may be kept under several numbers
 _BEFORE_ALL: _Key = (-1, -1)
 _OF_STAY = ("vmm", "vm_id", "vm_name", "app_id", "instance_id", "uuid")
+_WITHIN = "s.sampled_at_ms >= :start_ms AND s.sampled_at_ms < :end_ms"
 _ROW = ", ".join(f"s.{name}" for name in SAMPLE_COLUMNS)
 
 
@@ -72,6 +76,7 @@ class Samples:
         )
         self._last_card = 0
         self._cards: list[_Card] = []
+        self._hot: _HotRows | None = None
 
     def read(self) -> list[tuple[Any, ...]] | None:
         """About so many rows more; None at the end."""
@@ -94,19 +99,42 @@ class Samples:
         by_card = itemgetter("card_id")
         stays = sorted(reading.rows(queries.stays_of_cards(self._where, numbers)), key=by_card)
         self._cards = [_Card(list(of), self._span) for _, of in groupby(stays, by_card)]
-        if reading.dialect == "sqlite":
-            self._read_hot(reading)
+        if reading.dialect == "sqlite" and self._hot is None:
+            self._hot = _HotRows(reading, self._where, self._span)
+        if self._hot is not None:
+            self._hot.hand_to(self._cards, reading)
         return True
 
-    def _read_hot(self, reading: Reading) -> None:
-        """The rows that are not sorted yet, for all these cards at once: each look at them is at all of them. Those that are
-        moved before a card's turn comes are met again then, and are known by their key."""
-        owner = {gpu_id: card for card in self._cards for gpu_id in card.gpu_ids}
-        hot = queries.sample_sources("sqlite")[1]
-        of_these = f"{rows_of(list(owner), None)} AND s.sampled_at_ms >= :start AND s.sampled_at_ms < :end"
-        query = text(f"SELECT {_ROW} FROM {hot} AS s WHERE {of_these}")
-        for row in reading.tuples(query.bindparams(start=self._span[0], end=self._span[1])):
-            owner[row[0]].take_hot(row)
+
+class _HotRows:
+    """Rows of SQLite that are not sorted yet lie in the order in which they came. They are gone through once, for where each
+    card's lie: 8 bytes a row. What is moved before the card's turn comes is met in its place then; a number that became
+    another row's is not taken for one of the card."""
+
+    def __init__(self, reading: Reading, where: Where, span: tuple[int, int]) -> None:
+        self._within = {"start_ms": span[0], "end_ms": span[1]}
+        self._numbers: defaultdict[int, array[int]] = defaultdict(lambda: array("q"))
+        query = f"""
+            SELECT s.rowid, s.gpu_id FROM gpu_sample_hot AS s
+            WHERE s.rowid > :after AND {_WITHIN} AND s.gpu_id IN (SELECT gpu_id FROM ({queries.numbers_of_cards(where)}))
+            ORDER BY s.rowid LIMIT {HOT_AT_ONCE}"""
+        after = 0
+        while found := reading.tuples(where.of(query, after=after, **self._within)):
+            for after, gpu_id in found:
+                self._numbers[gpu_id].append(after)
+
+    def hand_to(self, cards: Sequence[_Card], reading: Reading) -> None:
+        """Theirs, the first time that they are asked for."""
+        owner = {gpu_id: card for card in cards for gpu_id in card.gpu_ids}
+        numbers = [number for gpu_id in owner for number in self._numbers.pop(gpu_id, ())]
+        query = text(
+            f"SELECT {_ROW} FROM gpu_sample_hot AS s WHERE s.rowid IN (SELECT value FROM json_each(:numbers)) AND {_WITHIN}"
+        )
+        for start in range(0, len(numbers), HOT_AT_ONCE):
+            of_these = json.dumps(numbers[start : start + HOT_AT_ONCE])
+            for row in reading.tuples(query.bindparams(numbers=of_these, **self._within)):
+                if row[0] in owner:
+                    owner[row[0]].take_hot(row)
 
 
 class _Card:

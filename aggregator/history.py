@@ -397,7 +397,8 @@ def read_history(
     aggregates: Sequence[str],
 ) -> Answer:
     """Raises Malformed where the step makes too many buckets."""
-    step_ms = choose_step(start_ms, end_ms, given_step_ms)
+    # Of a range that begins before the card was there, what there is decides: start=0 is how one asks for all.
+    step_ms = choose_step(start_ms if given_step_ms else max(start_ms, subject.first_ms), end_ms, given_step_ms)
     progress = read_levels(reading)
     asked = [name for name in aggregates if name in PERCENTILES]
     kept = [of.kept_from_ms for of in progress]

@@ -33,8 +33,9 @@ DEFAULT_AGGREGATES = ("avg", "min", "max")
 FORMATS = ("csv", "ndjson")
 DEFAULT_LIMIT, MAX_LIMIT = 100, 1000
 HOUR_MS, DAY_MS = 3_600_000, 86_400_000
+YEAR_2000_S = 946_684_800
 END_MS = 4_102_444_800_000  # 2100-01-01
-MAX_STEP_MS = 366 * DAY_MS
+MAX_DURATION_MS = 366 * DAY_MS
 MAX_TEXT = 512
 MAX_SHOWN = 60
 MAX_PROBLEMS = 10
@@ -66,6 +67,14 @@ def parse_time(given: str) -> int:
     return at_ms
 
 
+def parse_instant(given: str) -> int:
+    """As parse_time, but for numbers below YEAR_2000_S: whoever gives 24 means hours, not the year 1970."""
+    at_ms = parse_time(given)
+    if _UNIX.fullmatch(given) and at_ms < 1000 * YEAR_2000_S:
+        raise ValueError(f"{shown(given)} is out of range; allowed: {_TIME_ALLOWED}; a number from {YEAR_2000_S} on")
+    return at_ms
+
+
 def _read_time(given: str) -> int:
     if _UNIX.fullmatch(given):
         return int(Decimal(given) * 1000)
@@ -78,15 +87,16 @@ def _read_time(given: str) -> int:
     return seconds * 1000 + int((fraction or "0").ljust(3, "0")[:3])
 
 
-def parse_step(given: str) -> int:
+def parse_duration(given: str) -> int:
+    """Milliseconds."""
     match = _DURATION.fullmatch(given)
-    step_ms = int(match[1]) * _UNITS_MS[match[2]] if match else 0
-    if not 1000 <= step_ms <= MAX_STEP_MS:
+    ms = int(match[1]) * _UNITS_MS[match[2]] if match else 0
+    if not 1000 <= ms <= MAX_DURATION_MS:
         raise ValueError(
-            f"{shown(given)} is not a step; allowed: whole seconds, or a number with s, m, h or d behind it, such as 15s, 5m,"
-            " 1h or 7d, from 1s to 366d"
+            f"{shown(given)} is not a duration; allowed: whole seconds, or a number with s, m, h or d behind it, such as 15s,"
+            " 5m, 1h or 7d, from 1s to 366d"
         )
-    return step_ms
+    return ms
 
 
 def parse_limit(given: str) -> int:
@@ -149,7 +159,8 @@ def shown(given: str) -> str:
 EXAMPLE_UUID = "GPU-5f1c2a9e-7d34-4b60-9a8e-0c1d2e3f4a5b"
 
 _TEXT_SCHEMA = {"type": "string", "minLength": 1, "maxLength": MAX_TEXT, "pattern": r"^[^\u0000]*$"}
-TIME_PATTERN = f"^({_RFC3339.pattern}|{_UNIX.pattern})$"
+_TIME_PATTERN = f"^({_RFC3339.pattern}|{_UNIX.pattern})$"
+INSTANT_PATTERN = rf"^({_RFC3339.pattern}|[0-9]{{9,15}}(?:\.[0-9]{{1,9}})?)$"
 _BDF_PATTERN = r"^([0-9A-Fa-f]{4,8}:)?[0-9A-Fa-f]{2}:[01][0-9A-Fa-f]\.[0-7]$"
 
 
@@ -157,8 +168,9 @@ def _list_schema(words: tuple[str, ...], default: tuple[str, ...]) -> dict[str, 
     return {"type": "array", "items": {"type": "string", "enum": list(words)}, "minItems": 1, "default": list(default)}
 
 
-Time = Annotated[int, PlainValidator(parse_time), WithJsonSchema({"type": "string", "pattern": TIME_PATTERN})]
-Step = Annotated[int, PlainValidator(parse_step), WithJsonSchema({"type": "string", "pattern": f"^{_DURATION.pattern}$"})]
+Time = Annotated[int, PlainValidator(parse_time), WithJsonSchema({"type": "string", "pattern": _TIME_PATTERN})]
+Instant = Annotated[int, PlainValidator(parse_instant), WithJsonSchema({"type": "string", "pattern": INSTANT_PATTERN})]
+Step = Annotated[int, PlainValidator(parse_duration), WithJsonSchema({"type": "string", "pattern": f"^{_DURATION.pattern}$"})]
 Limit = Annotated[
     int,
     PlainValidator(parse_limit),
@@ -276,7 +288,8 @@ class _Buckets(_Range):
     step: Step | None = Field(
         None,
         description="Width of a bucket, such as 15s, 5m, 1h, 7d, or whole seconds; at most 10,000 of them. Left out, the least"
-        " round one with at most 1,000. Raised to a multiple of the resolution that serves the question.",
+        " round one with at most 1,000 since the card was first seen. Raised to a multiple of the resolution that serves the"
+        " question.",
         examples=["5m"],
     )
     fields: Fields = Field(DEFAULT_FIELDS, description="Which fields, separated by commas.", examples=[["utilization_gpu"]])

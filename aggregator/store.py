@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.resources
 import logging
+import os
 import re
 import time
 from collections import deque
@@ -186,7 +187,7 @@ class Store:
     def revision(self) -> str | None:
         """The version of the schema in the database; None where there is none. It waits for no writer."""
         with self._starting(writes=False) as engine, engine.connect() as connection:
-            return _revision(connection)
+            return self._revision(connection)
 
     def upgrade(self) -> None:
         """Brings the schema to this program's version, in one transaction; where it is there already, only indexes and views
@@ -194,7 +195,7 @@ class Store:
         with self._starting() as engine, engine.begin() as connection:
             if connection.dialect.name == "postgresql":
                 connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": _UPGRADE_LOCK})
-            before = _revision(connection)
+            before = self._revision(connection)
             self._refuse_strangers(before, connection)
             self._alembic.attributes["connection"] = connection
             try:
@@ -211,7 +212,7 @@ class Store:
             if connection.dialect.name == "postgresql":
                 _comment(connection)
             self._refuse_altered(connection)
-            after = _revision(connection)
+            after = self._revision(connection)
         if before != after:
             log.info("database upgraded: database=%s from=%s to=%s", self.name, before or "empty", after)
         if missing:
@@ -229,7 +230,7 @@ class Store:
         if upgrade or (found is None and upgrade_empty):
             self.upgrade()
             return
-        with self._starting() as engine, engine.connect() as connection:
+        with self._starting(writes=False) as engine, engine.connect() as connection:
             self._refuse_strangers(found, connection)
         how = "is empty" if found is None else f"has schema {found}, this program needs {head}"
         raise StartError(f"database {self.name} {how}; run: gpu-aggregator db upgrade --db {self.name}")
@@ -255,13 +256,15 @@ class Store:
             if connection.dialect.name == "postgresql":
                 connection.execute(text("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ, READ ONLY"))
                 connection.execute(text(LIMIT_WAITS))
-            found = _revision(connection)
+            found = self._revision(connection)
             newer = found is not None and found not in self._known()
             return read_condition(connection, self.name, found, self._head(), newer=newer)
 
     def vacuum(self, say: Say, *, lock_wait_s: float = START_LOCK_WAIT_S) -> None:
         """Gives back what deleted rows left, renews the planner's figures; `say` is told how that goes. Raises StartError."""
         self.require_file()
+        if self.revision() is None:
+            raise StartError(f"database {self.name} has no schema of ours; nothing was changed")
         with self._starting(lock_wait_s=lock_wait_s) as engine, closing(engine.raw_connection()) as connection:
             driver: Any = connection.driver_connection
             if engine.dialect.name == "sqlite":
@@ -272,8 +275,17 @@ class Store:
 
     def require_file(self) -> None:
         """Raises StartError where a SQLite file is not there, which opening it would make."""
-        if self._url.get_backend_name() == "sqlite" and not Path(str(self._url.database)).is_file():
-            raise StartError(f"database {self.name}: there is no such file")
+        if self.dialect == "sqlite" and not (path := Path(str(self._url.database))).is_file():
+            raise StartError(f"database {self.name}: {_why_unopened(path) or 'there is no such file'}")
+
+    def _revision(self, connection: Connection) -> str | None:
+        rows = MigrationContext.configure(connection).get_current_heads()
+        if len(rows) > 1:
+            raise StartError(
+                f"database {self.name} was altered: alembic_version has the rows {', '.join(sorted(rows))}; allowed: one, that"
+                " of its schema; delete the others or restore a backup"
+            )
+        return rows[0] if rows else None
 
     def _head(self) -> str:
         return str(ScriptDirectory.from_config(self._alembic).get_current_head())
@@ -531,7 +543,7 @@ class Store:
             yield engine
         except (DBAPIError, PoolTimeout, CommandError, driver.Error) as error:
             held = "; another program holds it, stop that or try again" if _kind_of(error, driver) == "locked" else ""
-            raise StartError(f"database {self.name}: {_one_line(error)}{held}") from error
+            raise StartError(f"database {self.name}: {self._reason(error)}{held}") from error
         finally:
             engine.dispose()
 
@@ -541,11 +553,19 @@ class Store:
         try:
             yield
         except (DBAPIError, PoolTimeout, driver.Error) as error:
-            reason = f"{self.name}: {_one_line(error)}"
+            reason = f"{self.name}: {self._reason(error)}"
             kind = _kind_of(error, driver)
             raise Unstorable(reason) if kind is None else DatabaseAway(reason, kind) from error
 
+    def _reason(self, error: Exception) -> str:
+        """SQLite itself says no more of a file than that it cannot be opened, or written."""
+        cause = error.orig if isinstance(error, DBAPIError) else error
+        if getattr(cause, "sqlite_errorcode", 0) & 0xFF in _SQLITE_UNOPENED:
+            return _why_unopened(Path(str(self._url.database))) or _one_line(error)
+        return _one_line(error)
 
+
+_SQLITE_UNOPENED = (8, 14)  # READONLY, CANTOPEN
 _SQLITE_KINDS = {
     3: "denied",  # PERM
     5: "locked",  # BUSY
@@ -698,16 +718,27 @@ def _make_no_file(engine: Engine, path: Path) -> None:
             raise dialect.loaded_dbapi.OperationalError("there is no such file")
 
 
+def _why_unopened(path: Path) -> str | None:
+    """Why SQLite does not open this file, or not to write; None where nothing is seen of that."""
+    folder = path.absolute().parent
+    if path.is_dir():
+        return "this is a folder; name a file in it"
+    if not folder.is_dir():
+        return f"there is no folder {folder}"
+    if os.statvfs(folder).f_flag & os.ST_RDONLY:
+        return f"{folder} is mounted read-only, and SQLite writes beside a file even to read it; use a copy elsewhere"
+    if path.exists() and not os.access(path, os.R_OK | os.W_OK):
+        return f"this user may not {'write' if os.access(path, os.R_OK) else 'read'} the file"
+    if not os.access(folder, os.W_OK | os.X_OK):
+        return f"this user may not write into {folder}, where SQLite puts files beside its own"
+    return None
+
+
 def _alembic_config(migrations: Path) -> Config:
     config = Config()
     config.set_main_option("script_location", str(migrations).replace("%", "%%"))
     config.set_main_option("path_separator", "os")
     return config
-
-
-def _revision(connection: Connection) -> str | None:
-    heads = MigrationContext.configure(connection).get_current_heads()
-    return " and ".join(heads) or None
 
 
 def _one_line(error: Exception) -> str:

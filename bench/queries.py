@@ -13,11 +13,11 @@ from collections.abc import Callable
 from contextlib import closing
 from typing import Any
 
+from pydantic_core import to_json
 from sqlalchemy import text
 
 from aggregator import answers, parameters
 from aggregator.answers import Answer
-from aggregator.api import encode
 from aggregator.export import export_chunks
 from aggregator.parameters import DAY_MS, HOUR_MS
 from aggregator.store import READ_LIMIT_S, Reading, Store
@@ -51,10 +51,7 @@ def measure(store: Store, rounds: int) -> None:
         return lambda reading: answers.gpu_history(reading, EVERYTHING, asked, end_ms)
 
     def by_bucket(span_ms: int, step_ms: int) -> str:
-        return (
-            f"SELECT sampled_at_ms / {step_ms} * {step_ms}, {_FIGURES} FROM gpu_sample WHERE gpu_id = {gpu_id}"
-            f" AND sampled_at_ms >= {end_ms - span_ms} AND sampled_at_ms < {end_ms} GROUP BY 1 ORDER BY 1"
-        )
+        return history_sql(gpu_id, end_ms - span_ms, end_ms, step_ms)
 
     def summary(span_ms: int) -> Callable[[Reading], Answer]:
         asked = parameters.Summary.model_validate({"start": str((end_ms - span_ms) // 1000), "end": str(end_ms // 1000)})
@@ -88,10 +85,18 @@ def measure(store: Store, rounds: int) -> None:
     print(f"export of 24 h: {rows:,} rows, {rows / (time.monotonic() - began):,.0f} rows/s")
 
 
+def history_sql(gpu_id: int, start_ms: int, end_ms: int, step_ms: int) -> str:
+    """What the history of a card says at least, from samples."""
+    return (
+        f"SELECT sampled_at_ms / {step_ms} * {step_ms}, {_FIGURES} FROM gpu_sample WHERE gpu_id = {gpu_id}"
+        f" AND sampled_at_ms >= {start_ms} AND sampled_at_ms < {end_ms} GROUP BY 1 ORDER BY 1"
+    )
+
+
 def least_ms(store: Store, answer: Callable[[Reading], Answer], sql: str, rounds: int) -> tuple[float, float]:
     """Of the answer and of the SQL, in turns: what else the machine does is shared."""
     times: tuple[list[float], list[float]] = ([], [])
-    work = (lambda reading: encode(answer(reading).reply, False), lambda reading: reading.tuples(text(sql)))
+    work = (lambda reading: to_json(answer(reading).reply), lambda reading: reading.tuples(text(sql)))
     for _ in range(rounds):
         for one, took in zip(work, times, strict=True):
             began = time.perf_counter()

@@ -35,8 +35,7 @@ MAX_ROWS = 10_000
 MAX_DAYS = 1000
 DEFAULT_RANGE_MS = 24 * HOUR_MS
 # How far back a report looks by 5 minutes, before it does so by the hour: a fleet of a thousand cards is answered in seconds.
-RECENT_MS = 24 * HOUR_MS
-PEAKS_MS = 7 * 24 * HOUR_MS
+RECENT_MS = PEAKS_MS = 24 * HOUR_MS
 # CVMs that fail are polled each 5 minutes, and a little more; those without GPUs each hour.
 FAILING_MS = 10 * 60_000
 HOURLY_MS = 2 * HOUR_MS
@@ -62,7 +61,7 @@ class Column:
 @dataclass(frozen=True, slots=True)
 class Report:
     """What the head of a file says. `resolution` is how its time is answered: hours, peaks or recent; empty where it asks no
-    buckets."""
+    buckets. `sum` names a column and those that it is the sum of."""
 
     name: str
     purpose: str
@@ -70,6 +69,7 @@ class Report:
     resolution: str
     parameters: tuple[str, ...]
     columns: tuple[Column, ...]
+    sum: tuple[str, ...] = ()
 
     @property
     def model(self) -> type[ReportParameters]:
@@ -82,19 +82,24 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class Statement:
-    """A report's SELECT with its values; what answers it, coarsest first; from when to when."""
+    """A report's SELECT with its values; which parts of the time each resolution answers; from when to when."""
 
     clause: TextClause
     columns: tuple[Column, ...]
-    resolutions: tuple[str, ...]
+    pieces: Mapping[str, Sequence[Span]]
     start_ms: int
     end_ms: int
+
+    @property
+    def resolutions(self) -> tuple[str, ...]:
+        """What answers it, coarsest first."""
+        return tuple(name for name in ("1h", "5m", "raw") if name in self.pieces)
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """`rows` in the order of the columns: text, numbers, times as RFC 3339 in UTC; None for absent. `newest_ms` is the last
-    time within the range at which a card was seen."""
+    """`rows` in the order of the columns: text, numbers as exact as they are known, times as RFC 3339 in UTC; None for absent.
+    `newest_ms` is the last time within the range at which a card was seen."""
 
     statement: Statement
     rows: list[tuple[Any, ...]]
@@ -113,6 +118,7 @@ def reports() -> dict[str, Report]:
     return {name: parse_report(name, (folder / f"{name}.sql").read_text()) for name in (n.removesuffix(".sql") for n in names)}
 
 
+_FIELDS = ("resolution: ", "parameters: ", "sum: ")
 _COLUMN = re.compile(r"  (\w+) +(\S+) +(.+?)(?:  \[by (.+)\])?")
 
 
@@ -124,8 +130,8 @@ def parse_report(name: str, sql: str) -> Report:
             break
         lines.append(line.removeprefix("--").removeprefix(" ").rstrip())
     end = lines.index("columns:")
-    fields = dict(line.split(": ", 1) for line in lines[:end] if line.startswith(("resolution: ", "parameters: ")))
-    words = [line for line in lines[1:end] if not line.startswith(("resolution: ", "parameters: "))]
+    fields = dict(line.split(": ", 1) for line in lines[:end] if line.startswith(_FIELDS))
+    words = [line for line in lines[1:end] if not line.startswith(_FIELDS)]
     columns = []
     for line in lines[end + 1 :]:
         match = _COLUMN.fullmatch(line)
@@ -134,7 +140,15 @@ def parse_report(name: str, sql: str) -> Report:
         column, unit, meaning, by = match.groups()
         columns.append(Column(column, unit, meaning, tuple(by.split(", ")) if by else ()))
     parameters = tuple(fields["parameters"].split(", ")) if "parameters" in fields else ()
-    return Report(name, lines[0], " ".join(" ".join(words).split()), fields.get("resolution", ""), parameters, tuple(columns))
+    return Report(
+        name,
+        purpose=lines[0],
+        remarks=" ".join(" ".join(words).split()),
+        resolution=fields.get("resolution", ""),
+        parameters=parameters,
+        columns=tuple(columns),
+        sum=tuple(re.split(" [=+] ", fields["sum"])) if "sum" in fields else (),
+    )
 
 
 # Asking
@@ -172,8 +186,8 @@ def prepare(
                 (number, f"'{day}'", max(from_ms, start_ms), to_ms)
                 for number, ((from_ms, day), (to_ms, _)) in enumerate(pairwise(days))
             ]
-    segments = _segments(report.resolution, start_ms, end_ms, progress, whole_hours=all(at % HOUR_MS == 0 for at, _ in days))
-    pieces = _pieces(segments, [(number, from_ms, to_ms) for number, _, from_ms, to_ms in spans])
+    segments = _segments(report.resolution, start_ms, end_ms, progress)
+    pieces = _pieces(segments, [(number, from_ms, to_ms) for number, _, from_ms, to_ms in spans], progress["5m"].kept_from_ms)
     columns = report.columns_for(asked)
     keys = {name: "span.name AS day" if name == "day" else f"stay.{name}" for name in _key_names(report, columns)}
     busy_above = getattr(asked, "busy_above", 0)
@@ -212,8 +226,7 @@ def prepare(
     if max_rows is not None:
         sql += f"\nLIMIT {max_rows}"
     values = {name: value for name, value in {**where.values, **cvm_where.values}.items() if f":{name}" in sql}
-    resolutions = tuple(name for name in ("1h", "5m", "raw") if name in pieces)
-    return Statement(text(sql).bindparams(**values), columns, resolutions, start_ms, end_ms)
+    return Statement(text(sql).bindparams(**values), columns, pieces, start_ms, end_ms)
 
 
 def statement_text(reading: Reading, statement: Statement) -> str:
@@ -248,9 +261,7 @@ def _days(start_ms: int, end_ms: int, zone: ZoneInfo) -> list[tuple[int, date]]:
     return found
 
 
-def _segments(
-    resolution: str, start_ms: int, end_ms: int, progress: Mapping[str, Progress], *, whole_hours: bool
-) -> Iterator[tuple[str, int, int]]:
+def _segments(resolution: str, start_ms: int, end_ms: int, progress: Mapping[str, Progress]) -> Iterator[tuple[str, int, int]]:
     """The range in parts, each from one resolution."""
     if not resolution:
         return
@@ -259,25 +270,34 @@ def _segments(
     kept_ms = progress["5m"].kept_from_ms
     if resolution == "recent":
         hours_to_ms = min(hours_to_ms, max(kept_ms, end_ms - RECENT_MS))
-    elif not whole_hours or (resolution == "peaks" and end_ms - start_ms <= PEAKS_MS + HOUR_MS):
+    elif resolution == "peaks" and end_ms - start_ms <= PEAKS_MS + HOUR_MS:
         hours_to_ms = min(hours_to_ms, kept_ms)
     hours_to_ms = hours_to_ms // HOUR_MS * HOUR_MS
     if hours_from_ms >= hours_to_ms:
         hours_from_ms = hours_to_ms = start_ms
+    finer_from_ms = min(max(hours_from_ms, -(-kept_ms // HOUR_MS) * HOUR_MS), hours_to_ms)
     yield "5m", start_ms, hours_from_ms
-    yield "1h", hours_from_ms, hours_to_ms
+    yield "1h", hours_from_ms, finer_from_ms
+    yield "1h", finer_from_ms, hours_to_ms
     yield "5m", hours_to_ms, done_ms
     yield "raw", max(start_ms, done_ms), end_ms
 
 
-def _pieces(segments: Iterator[tuple[str, int, int]], spans: Sequence[Span]) -> dict[str, list[Span]]:
-    """By resolution which part of each span it answers, in order."""
+def _pieces(segments: Iterator[tuple[str, int, int]], spans: Sequence[Span], finer_from_ms: int) -> dict[str, list[Span]]:
+    """By resolution which part of each span it answers, in order. Where a span begins or ends between hours, its part of that
+    hour is finer, as far as that is kept: before `finer_from_ms` an hour is of the span in which it begins."""
     pieces: dict[str, list[Span]] = {}
     for resolution, from_ms, to_ms in segments:
         for number, span_from_ms, span_to_ms in spans:
             first, end = max(from_ms, span_from_ms), min(to_ms, span_to_ms)
-            if first < end:
-                pieces.setdefault(resolution, []).append((number, first, end))
+            parts = [(resolution, first, end)]
+            if resolution == "1h" and from_ms >= finer_from_ms:
+                hours_from_ms = min(-(-first // HOUR_MS) * HOUR_MS, end)
+                hours_to_ms = max(end // HOUR_MS * HOUR_MS, hours_from_ms)
+                parts = [("5m", first, hours_from_ms), ("1h", hours_from_ms, hours_to_ms), ("5m", hours_to_ms, end)]
+            for name, part_from_ms, part_to_ms in parts:
+                if part_from_ms < part_to_ms:
+                    pieces.setdefault(name, []).append((number, part_from_ms, part_to_ms))
     return pieces
 
 

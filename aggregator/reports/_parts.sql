@@ -1,6 +1,6 @@
 {# What the reports are put together from. `pieces` says which part of the time comes from which resolution, `spans` which times
-   make a row each: the whole range, or its days. Figures are integers up to the last step, so that both databases agree on
-   every digit. #}
+   make a row each: the whole range, or its days. Figures are integers up to the last step, which is one division: so both
+   databases agree on every digit, and rows add up to what their sum is asked for. Rounding is for who shows them. #}
 
 {% set sample_columns = "s.gpu_id, s.tenancy_id, s.sampled_at_ms, s.utilization_gpu, s.power_usage_mw, s.memory_used_bytes,
           s.memory_total_bytes, 1 AS is_sample" %}
@@ -39,16 +39,13 @@
 
 {% macro timestamp(ms) %}{{ timestamp_of.format(ms=ms) }}{% endmacro %}
 
-{# Rounded to 1/`parts`; `below` is a number or SQL. #}
-{% macro ratio(above, below, parts) -%}
-CAST(({{ above }} * {{ 2 * parts }} + {{ below }}) / {{ 2 * below if below is number else "nullif(2 * " ~ below ~ ", 0)" }} AS double precision) / {{ parts }}
-{%- endmacro %}
+{% macro ratio(above, below) %}CAST({{ above }} AS double precision) / nullif({{ below }}, 0){% endmacro %}
 
-{% macro percent(part, whole) %}{{ ratio("100 * " ~ part, whole, 10) }}{% endmacro %}
+{% macro percent(part, whole) %}{{ ratio("100 * " ~ part, whole) }}{% endmacro %}
 
-{% macro hours(ms) %}{{ ratio(ms, 3600000, 100) }}{% endmacro %}
+{% macro hours(ms) %}CAST({{ ms }} AS double precision) / 3600000{% endmacro %}
 
-{% macro gib(bytes) %}{{ ratio(bytes, 1073741824, 10) }}{% endmacro %}
+{% macro gib(bytes) %}CAST({{ bytes }} AS double precision) / 1073741824{% endmacro %}
 
 {% macro values(rows) %}VALUES {% for row in rows %}({{ row | join(", ") }}){{ ", " if not loop.last }}{% endfor %}{% endmacro %}
 
@@ -108,7 +105,10 @@ found AS (
   FROM (SELECT DISTINCT gpu_id FROM stay) AS card
   CROSS JOIN piece_{{ level }} AS p
   JOIN gpu_{{ level }} AS s ON s.gpu_id = card.gpu_id AND s.bucket_ms >= p.from_ms AND s.bucket_ms < p.to_ms
+  {% if dialect != "sqlite" %}
+    {# Which partitions are looked at; SQLite would look there, and leave out what is of other pieces. #}
     AND s.bucket_ms >= {{ pieces[level][0][1] }} AND s.bucket_ms < {{ pieces[level][-1][2] }}
+  {% endif %}
   {% if not loop.last or "raw" in pieces %}
   UNION ALL
   {% endif %}

@@ -89,9 +89,10 @@ def one_report(reading: Reading, scope: Scope, asked: _Named, now_ms: int) -> An
     report = reports().get(asked.name)
     if report is None:
         raise NotFound(f"no report {shown(asked.name)}; there are {', '.join(reports())}")
-    allowed = [name for name in OneReport.model_fields if name not in PARAMETERS or name in report.parameters]
-    if wrong := [name for name in asked.model_fields_set if name not in allowed]:
-        raise Malformed(f"{sorted(wrong)[0]}: unknown parameter of {report.name}; allowed: {', '.join(allowed)}")
+    if wrong := sorted(asked.model_fields_set & (PARAMETERS.keys() - set(report.parameters))):
+        allowed = [name for name in OneReport.model_fields if name not in PARAMETERS or name in report.parameters]
+        allowed.remove("name")  # it stands in the path
+        raise Malformed(f"{wrong[0]}: unknown parameter of {report.name}; allowed: {', '.join(allowed)}")
     if asked.format == "sql":
         return Answer(_statement(reading, report, asked, scope, now_ms))
     found = run_report(reading, report, asked, scope, now_ms, max_rows=MAX_ROWS)

@@ -1,4 +1,4 @@
-"""What a report looks like: a table for a terminal, CSV, JSON."""
+"""What a report looks like: a table for a terminal, whose figures are rounded; CSV and JSON, whose are not."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import csv
 import io
 from collections.abc import Sequence
 from datetime import datetime
+from decimal import ROUND_HALF_UP, Decimal
 from typing import Any
 from zoneinfo import ZoneInfo
 
@@ -23,7 +24,13 @@ def as_table(report: Report, found: Found, time_zone: str) -> str:
     """What was asked, up to when there is data, and a line a row, within WIDTH where its names can be shortened so far."""
     zone, statement = ZoneInfo(time_zone), found.statement
     lines = [f"{report.name}: {report.purpose}", _range(found, zone, time_zone), ""]
-    cells = [[_cell(value, column, zone) for value, column in zip(row, statement.columns, strict=True)] for row in found.rows]
+    cells = [
+        [
+            _cell(value, column, zone)
+            for value, column in zip(_adding_up(row, report, statement.columns), statement.columns, strict=True)
+        ]
+        for row in found.rows
+    ]
     heads = [_head(column) for column in statement.columns]
     widths = _widths([heads, *cells], statement.columns)
     lines.append(
@@ -36,6 +43,27 @@ def as_table(report: Report, found: Found, time_zone: str) -> str:
         )
     )
     return "\n".join(lines if cells else [*lines, "nothing to show"])
+
+
+def _adding_up(row: Sequence[Any], report: Report, columns: Sequence[Column]) -> list[Any]:
+    """The row with what its sum is made of rounded so that it still adds up: each part is what the rounded sum up to it grows
+    by."""
+    values, numbers = list(row), {column.name: number for number, column in enumerate(columns)}
+    if not report.sum:
+        return values
+    whole, *parts = (numbers[name] for name in report.sum)
+    exact, shown = 0.0, Decimal()
+    for part in parts:
+        exact, before = exact + values[part], shown
+        shown = _rounded(exact, columns[whole].unit)
+        values[part] = shown - before
+    values[whole] = shown
+    return values
+
+
+def _rounded(value: float, unit: str) -> Decimal:
+    """Half away from zero, as people do it."""
+    return Decimal(value).quantize(Decimal(1).scaleb(-_DECIMALS[unit]), ROUND_HALF_UP)
 
 
 def as_csv(found: Found, time_zone: str) -> str:
@@ -93,7 +121,7 @@ def _cell(value: Any, column: Column, zone: ZoneInfo) -> str:
         return f"{datetime.fromisoformat(value).astimezone(zone):%Y-%m-%d %H:%M}"
     if column.unit == "bdf":
         return str(value).removeprefix("0000:")
-    return f"{value:.{_DECIMALS[column.unit]}f}" if isinstance(value, float) else str(value)
+    return str(_rounded(value, column.unit) if isinstance(value, float) else value)
 
 
 def _values(found: Found, zone: ZoneInfo) -> list[list[Any]]:

@@ -18,18 +18,20 @@
 --   covered_h      h      Hours with a power reading, of all cards together.
 --   avg_w          W      Average power of a card in these hours.
 {% import "_parts.sql" as part with context %}
+{# In two parts: 64 bits do not hold the microjoules that a thousand cards draw in a year. #}
+{% set energy_mj = "(CAST(energy_mj AS double precision) + CAST(rest_uj AS double precision) / 1000)" %}
 WITH {{ part.stays() }},
 {{ part.spanned() }},
 {{ part.usage(["energy_uj", "powered_ms"]) }},
 used AS (
-  SELECT {{ keys }}, count(DISTINCT stay.card_id) AS cards, {{ part.total("(u.energy_uj + 500) / 1000") }} AS energy_mj,
-    {{ part.total("u.powered_ms") }} AS powered_ms
+  SELECT {{ keys }}, count(DISTINCT stay.card_id) AS cards, {{ part.total("u.energy_uj / 1000") }} AS energy_mj,
+    {{ part.total("u.energy_uj % 1000") }} AS rest_uj, {{ part.total("u.powered_ms") }} AS powered_ms
   FROM {{ part.usage_of_stays() }}
   GROUP BY {{ key_names }}
 )
 SELECT {{ key_names }}, {{ "cards, " if by != "gpu" -}}
-  CAST((energy_mj + 1800000) / 3600000 AS double precision) / 1000 AS estimated_kwh,
+  {{ energy_mj }} / 3600000000 AS estimated_kwh,
   {{ part.hours("powered_ms") }} AS covered_h,
-  {{ part.ratio("energy_mj", "powered_ms", 10) }} AS avg_w
+  {{ energy_mj }} / nullif(powered_ms, 0) AS avg_w
 FROM used
 ORDER BY {{ "" if by == "day" else "coalesce(energy_mj, -1) DESC, " }}{{ key_names }}

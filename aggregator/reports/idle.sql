@@ -17,46 +17,44 @@
 --   memory_gib  GiB   Memory in use.
 {% import "_parts.sql" as part with context %}
 WITH {{ part.stays("attached") }},
--- Most are busy, which is told by their last buckets.
-stay AS (
-  SELECT a.* FROM attached AS a WHERE NOT EXISTS (
+-- The stay that a card is in: the newest one. Most are busy, which is told by their last buckets.
+newest AS (SELECT card_id, max(first_ms) AS first_ms FROM attached WHERE own = 1 GROUP BY card_id),
+here AS (
+  SELECT a.* FROM newest JOIN attached AS a ON a.card_id = newest.card_id AND a.first_ms = newest.first_ms
+  WHERE a.own = 1 AND NOT EXISTS (
     SELECT 1 FROM gpu_5m AS s
     WHERE s.gpu_id = a.gpu_id AND s.bucket_ms >= {{ as_of_ms - for_ms }} AND s.bucket_ms < {{ as_of_ms }}
       AND s.tenancy_id = a.tenancy_id AND s.utilization_gpu_max >= {{ below }}
   )
 ),
+-- With what it was kept under before it was known by its uuid.
+stay AS (
+  SELECT a.*, here.tenancy_id AS here_id, here.first_ms AS here_first_ms
+  FROM here JOIN attached AS a ON a.card_id = here.card_id AND a.cvm_id = here.cvm_id
+),
 {{ part.usage(["busy_ms", "idle_ms", "utilization_max", "memory_last", "last_ms"], 300000) }},
+-- In one pass: joined with itself it would be read once for each card where a planner takes it for small.
 seen AS (
-  SELECT u.*, stay.card_id, stay.cvm_id FROM usage AS u JOIN stay ON stay.tenancy_id = u.tenancy_id
-),
--- The stay that a card is in: the newest one, with news.
-here AS (
-  SELECT s.* FROM stay AS s
-  WHERE s.own = 1 AND NOT EXISTS (
-    SELECT 1 FROM attached AS later WHERE later.card_id = s.card_id AND later.own = 1 AND later.first_ms > s.first_ms
-  )
-),
-heard AS (
-  SELECT here.tenancy_id, here.card_id, here.cvm_id, here.first_ms, max(seen.last_ms) AS newest_ms,
-    max(seen.bucket_ms) AS newest_bucket_ms,
-    max(CASE WHEN seen.utilization_max >= {{ below }} THEN seen.bucket_ms END) AS busy_bucket_ms,
-    max(CASE WHEN seen.utilization_max >= {{ below }} THEN seen.last_ms END) AS busy_ms
-  FROM here JOIN seen ON seen.card_id = here.card_id AND seen.cvm_id = here.cvm_id AND seen.last_ms >= here.first_ms
-  GROUP BY here.tenancy_id, here.card_id, here.cvm_id, here.first_ms
-  HAVING max(seen.last_ms) >= {{ as_of_ms - stale_ms }}
+  SELECT u.*, stay.here_id, stay.here_first_ms, max(u.last_ms) OVER of_card AS newest_ms,
+    max(u.bucket_ms) OVER of_card AS newest_bucket_ms,
+    max(CASE WHEN u.utilization_max >= {{ below }} THEN u.bucket_ms END) OVER of_card AS busy_bucket_ms,
+    max(CASE WHEN u.utilization_max >= {{ below }} THEN u.last_ms END) OVER of_card AS busy_last_ms
+  FROM usage AS u JOIN stay ON stay.tenancy_id = u.tenancy_id
+  WHERE u.last_ms >= stay.here_first_ms
+  WINDOW of_card AS (PARTITION BY stay.here_id)
 ),
 idle AS (
-  SELECT heard.tenancy_id, max(coalesce(heard.busy_ms, {{ part.greatest("heard.first_ms", start_ms) }})) AS since_ms,
-    {{ part.total("seen.busy_ms + seen.idle_ms") }} AS known_ms,
-    max(CASE WHEN seen.bucket_ms = heard.newest_bucket_ms THEN seen.memory_last END) AS memory
-  FROM heard JOIN seen ON seen.card_id = heard.card_id AND seen.cvm_id = heard.cvm_id AND seen.last_ms >= heard.first_ms
-    AND seen.bucket_ms > coalesce(heard.busy_bucket_ms, 0)
-  GROUP BY heard.tenancy_id
-  HAVING {{ part.total("seen.busy_ms + seen.idle_ms") }} >= {{ for_ms }}
+  SELECT here_id, max(coalesce(busy_last_ms, {{ part.greatest("here_first_ms", start_ms) }})) AS since_ms,
+    {{ part.total("busy_ms + idle_ms") }} AS known_ms,
+    max(CASE WHEN bucket_ms = newest_bucket_ms THEN memory_last END) AS memory
+  FROM seen
+  WHERE newest_ms >= {{ as_of_ms - stale_ms }} AND bucket_ms > coalesce(busy_bucket_ms, 0)
+  GROUP BY here_id
+  HAVING {{ part.total("busy_ms + idle_ms") }} >= {{ for_ms }}
 )
 SELECT here.gpu, here.vmm, here.vm_id, here.vm_name, here.app_id,
   {{ part.timestamp("idle.since_ms") }} AS idle_since,
   {{ part.hours("idle.known_ms") }} AS idle_h,
   {{ part.gib("idle.memory") }} AS memory_gib
-FROM idle JOIN here ON here.tenancy_id = idle.tenancy_id
+FROM idle JOIN here ON here.tenancy_id = idle.here_id
 ORDER BY idle.since_ms, here.gpu

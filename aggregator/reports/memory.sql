@@ -1,6 +1,6 @@
 -- How much memory was needed at most: who could take a smaller card.
 --
--- Peaks are those of 5 minutes; of hours where the range is longer than a week, or older than buckets of 5 minutes are kept. 95
+-- Peaks are those of 5 minutes; of hours where the range is longer than a day, or older than buckets of 5 minutes are kept. 95
 -- of 100 of them are not above p95_gib.
 --
 -- resolution: peaks

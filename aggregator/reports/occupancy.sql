@@ -1,10 +1,12 @@
 -- What became of each app's card hours: busy, idle, or unknown.
 --
--- Attached is the time of the stays; idle and unknown are never put together, and the three add up to it. Busy is time at a
--- utilization above `busy_above`; unknown is time without data.
+-- Attached is the time of the stays; idle and unknown are never put together. busy_h + idle_h + unknown_h is attached_h: as
+-- shown in the table, and in this order exactly in CSV and JSON. Busy is time at a utilization above `busy_above`; unknown is
+-- time without data.
 --
 -- resolution: hours
 -- parameters: busy_above
+-- sum: attached_h = busy_h + idle_h + unknown_h
 -- columns:
 --   app_id      text   Id of an app; empty for CVMs of none.
 --   gpu         text   A card's uuid; VMM, CVM and PCI address of one without.
@@ -14,6 +16,9 @@
 --   unknown_h   h      Of these: nothing is known.
 --   busy_pct    %      Busy part of the busy and idle time; empty where nothing is known.
 {% import "_parts.sql" as part with context %}
+{% set busy_h = part.hours("busy_ms") %}
+{% set idle_h = part.hours("(known_ms - busy_ms)") %}
+{% set unknown_h = part.hours("(attached_ms - known_ms)") %}
 WITH {{ part.stays() }},
 {{ part.usage(["busy_ms", "idle_ms"]) }},
 attached AS (
@@ -35,19 +40,14 @@ summed AS (
   JOIN attached AS a ON a.cvm_id = n.cvm_id AND a.card_id = n.card_id
   LEFT JOIN used AS u ON u.cvm_id = n.cvm_id AND u.card_id = n.card_id
   GROUP BY n.app_id, n.gpu
-),
--- In hundredths of an hour from here on, so that what is shown adds up.
-shown AS (
-  SELECT app_id, gpu, known_ms, busy_ms, (attached_ms + 18000) / 36000 AS attached, (known_ms + 18000) / 36000 AS known,
-    (busy_ms + 18000) / 36000 AS busy
-  FROM summed
-  WHERE attached_ms > 0
 )
 SELECT app_id, gpu,
-  CAST(attached AS double precision) / 100 AS attached_h,
-  CAST(busy AS double precision) / 100 AS busy_h,
-  CAST(known - busy AS double precision) / 100 AS idle_h,
-  CAST(attached - known AS double precision) / 100 AS unknown_h,
+  -- Not one division: then it could differ from the sum of the three in its last digit.
+  {{ busy_h }} + {{ idle_h }} + {{ unknown_h }} AS attached_h,
+  {{ busy_h }} AS busy_h,
+  {{ idle_h }} AS idle_h,
+  {{ unknown_h }} AS unknown_h,
   {{ part.percent("busy_ms", "known_ms") }} AS busy_pct
-FROM shown
-ORDER BY coalesce(app_id, ''), attached DESC, gpu
+FROM summed
+WHERE attached_ms > 0
+ORDER BY coalesce(app_id, ''), attached_ms DESC, gpu

@@ -14,15 +14,15 @@ from pydantic import Field, PlainValidator, WithJsonSchema, create_model
 
 from aggregator.parameters import (
     EXAMPLE_UUID,
-    TIME_PATTERN,
+    INSTANT_PATTERN,
     Address,
+    Instant,
     Name,
     Parameters,
-    Time,
     Uuid,
     one_of,
-    parse_step,
-    parse_time,
+    parse_duration,
+    parse_instant,
     shown,
 )
 from aggregator.tables import UTILIZATION_BOUNDS
@@ -45,11 +45,12 @@ class Since:
 
 def parse_since(given: str) -> Since:
     try:
-        return Since(back_ms=parse_step(given)) if _BACK.fullmatch(given) else Since(parse_time(given))
+        return Since(back_ms=parse_duration(given)) if _BACK.fullmatch(given) else Since(parse_instant(given))
     except ValueError:
+        meant = f" (is {given}h meant?)" if re.fullmatch("[0-9]{1,4}", given) else ""
         raise ValueError(
-            f"{shown(given)} is neither a time nor a duration; allowed: 24h or 7d before the end, at most 366d; or RFC 3339"
-            " with an offset, such as 2026-11-30T14:00:00Z; or Unix seconds"
+            f"{shown(given)} is neither a time nor a duration{meant}; allowed: 24h or 7d before the end, at most 366d; or"
+            " RFC 3339 with an offset, such as 2026-11-30T14:00:00Z; or Unix seconds from the year 2000 on"
         ) from None
 
 
@@ -95,17 +96,17 @@ PARAMETERS: dict[str, tuple[Any, Any]] = {
         Field(5, description="Utilization in % below which a card is idle: 1 to 100."),
     ),
     "for": (
-        _text(parse_step, pattern="^[0-9]{1,9}[smhd]?$"),
+        _text(parse_duration, pattern="^[0-9]{1,9}[smhd]?$"),
         Field("1h", validate_default=True, description="For how long at least, such as 30m, 1h or 2d.", examples=["1h"]),
     ),
 }
 
 
 class ReportParameters(Parameters):
-    since: _text(parse_since, pattern=f"^{_BACK.pattern}$|{TIME_PATTERN}") | None = Field(  # type: ignore[valid-type]
+    since: _text(parse_since, pattern=f"^{_BACK.pattern}$|{INSTANT_PATTERN}") | None = Field(  # type: ignore[valid-type]
         None, description="From when on: 24h or 7d before the end, or a time; 24h when left out.", examples=["7d"]
     )
-    until: Time | None = Field(None, description="Up to when; now when left out.", examples=["2026-11-30T14:00:00Z"])
+    until: Instant | None = Field(None, description="Up to when; now when left out.", examples=["2026-11-30T14:00:00Z"])
     uuid: Uuid | None = Field(None, description="Of this card only.", examples=[EXAMPLE_UUID])
     bdf: Address | None = Field(None, description="At this PCI address in a guest only.", examples=["01:00.0"])
     host_bdf: Address | None = Field(None, description="At this PCI address on a host only.", examples=["19:00.0"])

@@ -31,7 +31,7 @@ used AS (
   GROUP BY {{ key_names }}
 )
 SELECT {{ key_names }}, {{ "cards, " if by != "gpu" -}}
-  {{ part.ratio("utilization_sum", "utilization_count", 10) }} AS avg_pct,
+  {{ part.ratio("utilization_sum", "utilization_count") }} AS avg_pct,
   utilization_max AS peak_pct,
   {{ part.percent("busy_ms", "(busy_ms + idle_ms)") }} AS busy_pct,
   CASE WHEN busy_ms + idle_ms > 0 THEN {{ part.hours("busy_ms") }} END AS busy_h,

@@ -29,7 +29,8 @@ gpu-aggregator report occupancy --since 2026-11-01T00:00:00Z --until 2026-12-01T
 gpu-aggregator report energy --where by=app --sql | psql gpu_history
 ```
 
-`--since` is a duration before `--until`, or a time; 24 hours when left out. Rows are of whole buckets: the range is
+`--since` is a duration before `--until`, or a time; 24 hours when left out. A number alone is Unix seconds, from the
+year 2000 on: 24 is refused, 24h is meant. Rows are of whole buckets: the range is
 widened to 5 minutes, to an hour where finer ones are no longer kept, to days with `by=day`. The second line says what
 was asked, what the rows are made of, and up to when there is data. `--where` names a `uuid`, `bdf`, `host_bdf`, `vmm`,
 `vm_id` or `app_id`, exactly, and what a report is asked beside. `--sql` prints the statement with all its values, for
@@ -38,8 +39,9 @@ psql or sqlite3. A read-only role is enough ([operations.md](operations.md#roles
 
 Time is real time. A sample speaks for the time since the one before it in its stay, at most until a card without news
 is stale (`--stale-after`); the rest is unknown, and never taken for idle. What is empty is not known, a 0 is one. What
-came late counts once it is rolled up. Names and ids are shortened where a table would be wider than a terminal; CSV and
-JSON have them whole."""
+came late counts once it is rolled up. Tables shorten names and ids where they would be wider than a terminal, and round
+figures, so that parts still add up to their sum; CSV and JSON have all of both. Rows of one report add up to the same,
+whatever a row is."""
 
 # What the tables are asked with.
 _ASKED = {"utilization": [["by=gpu"], ["by=day", "time_zone=Europe/Berlin"]], "energy": [["by=app"]]}

@@ -160,7 +160,7 @@ async def everything(client: Client, token: str) -> dict[str, tuple[int, Any]]:
     asked += [("/heatmap", {}), ("/heatmap", {**RANGE, "step": "5m"})]
     asked.append(("/reports", {}))
     for name, report in reports().items():
-        since = {"since": "0"} if "by" not in report.parameters else {"since": "1h"}
+        since = {"since": "1970-01-01T00:00:00Z"} if "by" not in report.parameters else {"since": "1h"}
         asked += [(f"/reports/{name}", since), (f"/reports/{name}", {**since, "app_id": "app-b"})]
         asked += [(f"/reports/{name}", {**since, "by": by}) for by in BY if "by" in report.parameters]
     for cvm in CVMS:

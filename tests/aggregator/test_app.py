@@ -47,6 +47,16 @@ class Client:
                     return got[1]
                 await asyncio.sleep(0.05)
 
+    async def raw(self, request: bytes) -> tuple[bytes, bytes]:
+        """Head and body of what is answered to these bytes, up to the end of the connection."""
+        async with asyncio.timeout(15):
+            reader, writer = await asyncio.open_connection("127.0.0.1", self._port)
+            writer.write(request)
+            head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+            writer.close()
+            await writer.wait_closed()
+        return head, body
+
 
 @asynccontextmanager
 async def aggregator(short_dir: Path, **changes: object) -> AsyncIterator[Client]:
@@ -225,3 +235,31 @@ async def test_no_vms_and_no_vmm_are_two_things(short_dir: Path, listed: bool) -
         if not listed:
             page = await client.until("/metrics", 200, 'polls_total{outcome="vmm_unreachable",vmm="host-1"}')
             assert 'vmm_vms{vmm="host-1"} 1.0' in page
+
+
+LONG = b"GET /api/v1/gpus?vmm=" + b"secret" * 1500 + b" HTTP/1.1\r\nHost: here\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    ("request_", "status", "code", "said"),
+    [
+        (LONG, 400, "malformed", "its address or a header is too long; allowed: 8,190 bytes each"),
+        (b"GET / HTTP/1.1\r\nHost: here\r\nX-A: " + b"secret" * 1500 + b"\r\n\r\n", 400, "malformed", "a header is too long"),
+        (b"SECRET /api/v1/gpus HTTP/1.1\r\nHost: here\r\n\r\n", 405, "wrong_method", "allowed: GET, HEAD"),
+        (b"GET / HTTP/1.1\r\nsecret\r\n\r\n", 400, "malformed", "this is no HTTP request; allowed: HTTP/1.1"),
+        (b"GET /secret\xff HTTP/1.1\r\nHost: here\r\n\r\n", 400, "malformed", "its address in ASCII"),
+        (b"GET http://[secret HTTP/1.1\r\nHost: here\r\n\r\n", 400, "malformed", "this is no HTTP request"),
+        (b"GET / secret/1.1\r\n\r\n", 400, "malformed", "this is no HTTP request"),
+    ],
+)
+async def test_what_is_no_http_is_refused_in_our_words(
+    short_dir: Path, request_: bytes, status: int, code: str, said: str
+) -> None:
+    async with FakeVmm().serving(short_dir / "vmm.sock"), aggregator(short_dir) as client:
+        head, body = await client.raw(request_)
+    problem = json.loads(body)
+    assert head.split()[1] == str(status).encode()
+    assert (problem["status"], problem["code"], said in problem["detail"]) == (status, code, True)
+    assert b"\r\nContent-Type: application/problem+json\r\n" in head
+    assert b"\r\nServer: gpu-telemetry\r\n" in head
+    assert re.search(b"secret|aiohttp", head + body, re.IGNORECASE) is None

@@ -19,6 +19,7 @@ import pytest
 from sqlalchemy import create_engine, make_url
 
 from aggregator.check import problems
+from aggregator.errors import DatabaseAway
 from aggregator.hot import move_step
 from aggregator.maintenance import Maintenance
 from aggregator.rows import Cvm, Poll
@@ -257,6 +258,8 @@ def test_roles_of_the_document_upgrade_write_read_and_restore(request: pytest.Fi
         with closing(Store(reader)) as store:
             assert problems(store.condition()) == []
             assert len(store.latest()) == len(CARDS)
+            with pytest.raises(DatabaseAway, match=r"^database: the database refuses this role or user, give it"):
+                store.write(turn(now_ms() + 15 * S))
         with psycopg.connect(reader, autocommit=True) as connection:
             assert connection.execute("SELECT count(*) FROM v_gpu_samples").fetchone() == (2 * len(CARDS),)
             for refused in ("DELETE FROM gpu_sample", "UPDATE setting SET value = '1'", "CREATE TABLE t (a integer)"):

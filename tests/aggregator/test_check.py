@@ -322,11 +322,13 @@ def test_sizes_are_in_the_largest_unit(count: int, text_of_it: str) -> None:
 # An altered schema
 
 
+RESTORE = "restore it from a backup"
 RUN = "; run: gpu-aggregator db upgrade --db {name}"
 ALTERED = [
     ("DROP INDEX ix_gpu_card_id", [f"index ix_gpu_card_id is missing{RUN}"]),
     ("DROP VIEW v_gpu_latest", [f"view v_gpu_latest is missing{RUN}"]),
     ("DROP TABLE rollup_due", ["table rollup_due is missing; restore it from a backup"]),
+    ("DELETE FROM progress WHERE resolution <> 'raw'", [f"row progress.{n} is missing; {RESTORE}" for n in ("5m", "1h")]),
     ("ALTER TABLE gpu DROP COLUMN model", ["column gpu.model is missing; restore it from a backup"]),
     ("CREATE UNIQUE INDEX strange ON cvm (vm_name)", ["index strange is not ours and may refuse our rows; drop it"]),
     ("ALTER TABLE gpu ADD COLUMN colour text", []),
@@ -400,15 +402,41 @@ def test_start_on_an_altered_schema_is_one_warning_and_polls_are_stored(
     assert store.write([poll(now_ms(), sample(now_ms()))]) == 1
 
 
-def test_schema_that_can_take_no_rows_is_refused_in_one_line_by_all(store: Store, database_url: str, engine: Engine) -> None:
-    execute(engine, "ALTER TABLE cvm_state RENAME COLUMN detail TO details")
-    line = "was altered: column cvm_state.detail is missing"
+@pytest.mark.parametrize(
+    ("statement", "lost"),
+    [
+        ("ALTER TABLE cvm_state RENAME COLUMN detail TO details", "column cvm_state.detail is missing"),
+        ("DELETE FROM progress", "row progress.raw is missing"),
+    ],
+)
+def test_schema_that_can_take_no_rows_is_refused_in_one_line_by_all(
+    store: Store, database_url: str, engine: Engine, statement: str, lost: str
+) -> None:
+    execute(engine, statement)
+    line = f"was altered: {lost}"
     done = run_program("gpu-aggregator", "serve", "--db", database_url, "--vmm", "unix:/run/nobody.sock")
     assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
     assert line in done.stderr
     assert done.stderr.endswith("; undo that or restore a backup\n")
     for start in (store.require_current, store.upgrade):
         with pytest.raises(StartError, match=line):
+            start()
+
+
+def test_a_lost_mark_of_what_was_moved_is_told(tmp_path: Path) -> None:
+    with closing(Store(f"sqlite:///{tmp_path}/h.db")) as store:
+        store.require_current()
+        with closing(sqlite3.connect(tmp_path / "h.db", isolation_level=None)) as other:
+            other.execute("DELETE FROM hot_move")
+        assert problems(store.condition()) == [f"row hot_move is missing; {RESTORE}"]
+        with pytest.raises(StartError, match="was altered: row hot_move is missing; undo that or restore a backup"):
+            store.require_current()
+
+
+def test_two_versions_of_the_schema_are_refused_by_all(store: Store, engine: Engine) -> None:
+    execute(engine, "INSERT INTO alembic_version (version_num) VALUES ('0001')")
+    for start in (store.require_current, store.upgrade, store.condition):
+        with pytest.raises(StartError, match=r"alembic_version has the rows 0001, \d+; allowed: one"):
             start()
 
 
@@ -490,6 +518,18 @@ def test_vacuum_of_a_file_that_another_program_writes_to_is_refused_in_one_line(
             store.vacuum(lambda _line: None, lock_wait_s=0.1)
         held = "another program holds it, stop that or try again"
         assert str(refusal.value) == f"database {store.name}: database is locked; {held}"
+
+
+def test_vacuum_leaves_the_file_of_another_program_as_it_is(tmp_path: Path) -> None:
+    with closing(sqlite3.connect(tmp_path / "theirs.db")) as theirs:
+        theirs.execute("CREATE TABLE t (a)")
+    before = (tmp_path / "theirs.db").read_bytes()
+    with (
+        closing(Store(f"sqlite:///{tmp_path}/theirs.db")) as store,
+        pytest.raises(StartError, match="has no schema of ours; nothing was changed"),
+    ):
+        store.vacuum(lambda _line: None)
+    assert (tmp_path / "theirs.db").read_bytes() == before
 
 
 def test_vacuum_without_room_is_refused_before_it_begins(tmp_path: Path) -> None:

@@ -7,7 +7,8 @@ import csv
 import io
 import json
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -20,11 +21,13 @@ from sqlalchemy import text
 
 from aggregator.api import Api
 from aggregator.bulk import SAMPLE_COLUMNS
-from aggregator.export import COLUMNS, ROWS_AT_ONCE, Samples, export_chunks
+from aggregator.export import CARDS_AT_ONCE, COLUMNS, ROWS_AT_ONCE, Samples, export_chunks
 from aggregator.hot import move_step
 from aggregator.parameters import Export, rfc3339
-from aggregator.store import Store
+from aggregator.rows import Cvm, Poll, Sample
+from aggregator.store import Reading, Store
 from gpuwire.access import EVERYTHING
+from gpuwire.device import GpuDevice
 from tests.aggregator.fleets import HOSTS, SERVER, T0, UUIDS, H, M, all_samples, fill, serving
 
 END = T0 + H
@@ -118,6 +121,38 @@ def test_rows_that_are_moved_while_it_is_read_are_neither_lost_nor_doubled(
             if connection.dialect.name == "sqlite":
                 move_step(connection, 5)
     assert in_no_order(found) == before
+
+
+class Noting:
+    """A store that notes what it is asked."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self.asked: list[str] = []
+
+    @contextmanager
+    def reading(self) -> Iterator[Reading]:
+        with self._store.reading() as reading:
+            ask, note = reading.tuples, self.asked.append
+
+            def tuples(query: Any) -> list[Any]:
+                note(str(query))
+                return ask(query)
+
+            reading.tuples = tuples  # type: ignore[method-assign]
+            yield reading
+
+
+@pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
+def test_rows_that_are_not_sorted_are_gone_through_once_for_all_cards(store: Store) -> None:
+    cards = [(Cvm("rack1", f"vm-{number}"), GpuDevice(0, f"GPU-{number:08x}")) for number in range(2 * CARDS_AT_ONCE + 50)]
+    for at in (T0, T0 + M):
+        store.write([Poll(cvm, at, "ok", samples=(Sample(card, at, None, None),)) for cvm, card in cards])
+    noting = Noting(store)
+    samples = Samples(noting, EVERYTHING, Export.model_validate({"start": "0"}), 0, END)  # type: ignore[arg-type]
+    assert len(samples.read() or []) == 2 * len(cards)
+    through = [query for query in noting.asked if "FROM gpu_sample_hot" in query and "s.rowid IN" not in query]
+    assert len(through) == 2, "the rows, and that there are no more"
 
 
 DAY = 24 * H

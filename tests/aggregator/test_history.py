@@ -223,6 +223,15 @@ async def test_gaps_are_absent_and_a_range_without_data_is_an_empty_list(store: 
             assert (await client.ok(path, within(start_ms, end_ms)))["points"] == []
 
 
+async def test_a_step_that_is_left_out_is_for_the_time_that_there_is_something_of(filled: Store, database_url: str) -> None:
+    first_ms = min(row["sampled_at_ms"] for row in all_samples(database_url) if row["uuid"] == UUIDS[0])
+    async with serving(filled, END) as client:
+        found = await client.ok(f"/api/v1/gpus/{UUIDS[0]}/history", {"start": "0"})
+        assert found["step_s"] * 1000 == choose_step(first_ms, END, None)
+        assert (found["start"], len(found["points"]) > 100) == (rfc3339(0), True)
+        assert (await client.get(f"/api/v1/gpus/{UUIDS[0]}/history", {"start": "0", "step": "1h"}))[0] == 400
+
+
 async def test_sums_of_the_largest_values_that_a_guest_may_send_do_not_overflow(store: Store) -> None:
     at = range(T0, T0 + H, S // 2 * 4)
     device = GpuDevice(0, UUIDS[0], "01:00.0", memory_used_bytes=MAX_MEMORY_BYTES)

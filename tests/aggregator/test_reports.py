@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import math
 import os
 import random
 import re
@@ -24,7 +25,7 @@ from multidict import MultiDict
 from sqlalchemy import make_url
 
 from aggregator.parameters import read_parameters, rfc3339
-from aggregator.reports import Found, parse_report, prepare, reports, run_report, statement_text
+from aggregator.reports import MAX_ROWS, Found, parse_report, prepare, reports, run_report, statement_text
 from aggregator.reports.display import WIDTH, as_object, as_table
 from aggregator.rows import Cvm, Poll, Sample
 from aggregator.spans import ERROR_KINDS
@@ -119,12 +120,12 @@ def test_busy_idle_and_unknown_hours_add_up_to_the_attached_ones(store: Store, r
             "busy_h": 8.0,
             "idle_h": 4.0,
             "unknown_h": 2.0,
-            "busy_pct": 66.7,
+            "busy_pct": 100 * 8 / 12,
         }
     ]
     # A part of it: the first sample speaks for a minute before that.
     [part] = ask(store, "occupancy", T0 + 15 * H, since=rfc3339(T0 + 7 * H), until=rfc3339(T0 + 13 * H))
-    assert [part[f"{name}_h"] for name in ("attached", "busy", "idle", "unknown")] == [6.0, 1.02, 4.0, 0.98]
+    assert [part[f"{name}_h"] for name in ("attached", "busy", "idle", "unknown")] == [6.0, 61 / 60, 4.0, 59 / 60]
 
 
 def test_a_silence_is_unknown_but_for_what_the_next_sample_speaks_for(store: Store) -> None:
@@ -133,7 +134,7 @@ def test_a_silence_is_unknown_but_for_what_the_next_sample_speaks_for(store: Sto
 
     [row] = ask(store, "occupancy", T0 + 7 * H)
     assert row["attached_h"] == 6.0
-    assert (row["busy_h"], row["idle_h"], row["unknown_h"]) == (2.0, 0.03, 3.97)
+    assert (row["busy_h"], row["idle_h"], row["unknown_h"]) == (2.0, 2 / 60, 238 / 60)
 
 
 @pytest.mark.parametrize("rolled_up", [False, True])
@@ -152,8 +153,8 @@ def test_energy_weighs_by_real_gaps_cut_where_a_card_is_stale(store: Store, roll
         {
             "gpu": UUID,
             "model": "H100",
-            "estimated_kwh": rounded(600 * spoken_s, 3_600_000, 3),
-            "covered_h": rounded(spoken_s, 3600, 2),
+            "estimated_kwh": 600 * spoken_s / 3_600_000,
+            "covered_h": spoken_s / 3600,
             "avg_w": 600.0,
         }
     ]
@@ -188,7 +189,7 @@ def test_days_of_a_time_zone_have_their_own_length(store: Store, day: str, hours
     given = {"since": "72h", "by": "day", "time_zone": "Europe/Berlin"}
     found = ask(store, "utilization", noon_ms + 36 * H, **given)
     assert {row["day"]: row["busy_h"] for row in found}[day] == hours
-    assert sum(row["busy_h"] for row in found) == pytest.approx(72, abs=0.05)
+    assert sum(row["busy_h"] for row in found) == pytest.approx(72 - 2 / 60)
 
 
 def test_days_that_begin_between_hours_are_cut_where_they_begin(store: Store) -> None:
@@ -198,7 +199,7 @@ def test_days_that_begin_between_hours_are_cut_where_they_begin(store: Store) ->
     found = ask(store, "utilization", T0 + 2 * DAY, since="48h", by="day", time_zone="Asia/Kathmandu")  # +05:45
     # A sample counts where it was taken, with the time since the one before: here each even minute with two.
     assert [(row["day"][-2:], row["busy_h"], row["idle_h"]) for row in found[:2]] == [
-        (datetime.fromtimestamp(T0 / 1000, UTC).strftime("%d"), 18.23, 0.0),
+        (datetime.fromtimestamp(T0 / 1000, UTC).strftime("%d"), 18 + 14 / 60, 0.0),
         (datetime.fromtimestamp((T0 + DAY) / 1000, UTC).strftime("%d"), 0.0, 24.0),
     ]
 
@@ -246,7 +247,7 @@ def test_idle_cards_are_those_that_answer_and_did_nothing_for_long_enough(store:
         # In its bucket of 5 minutes it was busy: until its last sample, at the latest.
         ("vm-0", rfc3339(T0 + 2 * H + 4 * M), 0.0),
     ]
-    assert [row["idle_h"] for row in found] == [5.98, 3.92]
+    assert [row["idle_h"] for row in found] == [359 / 60, 235 / 60]
     assert [row["vm_id"] for row in ask(store, "idle", now, for_="20m")] == ["vm-2", "vm-0", "vm-4"]
     assert ask(store, "idle", now, below="4") == []
 
@@ -330,12 +331,12 @@ def test_unprotected_cvms_are_named_with_for_how_long(store: Store) -> None:
         )
     found = ask(store, "cc", T0 + 4 * H, since="2h")
     assert [(r["vm_id"], r["cc"], r["since"], r["off_h"], r["not_ready_h"]) for r in found] == [
-        ("off", "off", rfc3339(T0), 0.98, 0.0)
+        ("off", "off", rfc3339(T0), 59 / 60, 0.0)
     ]
     found = ask(store, "cc", T0 + 4 * H)
     assert [(r["vm_id"], r["cc"], r["since"], r["off_h"], r["not_ready_h"]) for r in found] == [
-        ("off", "off", rfc3339(T0), 2.98, 0.0),
-        ("recovered", "ready", rfc3339(T0 + H), 0.0, 0.98),
+        ("off", "off", rfc3339(T0), 179 / 60, 0.0),
+        ("recovered", "ready", rfc3339(T0 + H), 0.0, 59 / 60),
     ]
 
 
@@ -362,11 +363,11 @@ def test_failing_queries_are_named_by_card_and_kind(store: Store) -> None:
 
     found = ask(store, "errors", T0 + 4 * H)
     both = "power: Not Supported; temperature: Unknown Error; mood: bad"
-    times = {"since": rfc3339(T0 + H), "until": rfc3339(T0 + 119 * M), "failing_h": 0.98, "detail": both}
+    times = {"since": rfc3339(T0 + H), "until": rfc3339(T0 + 119 * M), "failing_h": 59 / 60, "detail": both}
     of = {"gpu": UUID, "vm_id": "gpu-1", "app_id": "app-a"}
     assert found == [
         {**of, "kind": "other", **times},
-        {**of, "kind": "power", **times, "since": rfc3339(T0), "failing_h": 1.97},
+        {**of, "kind": "power", **times, "since": rfc3339(T0), "failing_h": 118 / 60},
         {**of, "kind": "temperature", **times},
     ]
     assert ask(store, "errors", T0 + 4 * H, since="1h") == []
@@ -456,20 +457,14 @@ class Truth:
         return found
 
 
-def rounded(above: int, below: int, digits: int) -> float:
-    """Half away from zero, as people do it."""
-    parts = 10**digits
-    return (2 * parts * above + below) // (2 * below) / parts
-
-
 KEYS: dict[str, Callable[[dict[str, Any], int], Any]] = {
     "gpu": lambda stay, _at: stay["uuid"] or f"{stay['vmm']}/{stay['vm_id']}/{stay['bdf']}",
-    "cvm": lambda stay, _at: (stay["vmm"], stay["vm_id"]),
+    "cvm": lambda stay, _at: (stay["vmm"], stay["vm_id"], stay["app_id"]),
     "app": lambda stay, _at: stay["app_id"],
     "vmm": lambda stay, _at: stay["vmm"],
     "day": lambda _stay, at: str(datetime.fromtimestamp(at / 1000, ZoneInfo("Asia/Tokyo")).date()),
 }
-COLUMNS = {"gpu": ("gpu",), "cvm": ("vmm", "vm_id"), "app": ("app_id",), "vmm": ("vmm",), "day": ("day",)}
+COLUMNS = {"gpu": ("gpu",), "cvm": ("vmm", "vm_id", "app_id"), "app": ("app_id",), "vmm": ("vmm",), "day": ("day",)}
 F0 = fleets.T0
 
 
@@ -502,18 +497,57 @@ def test_figures_are_those_of_a_plain_computation_at_any_age(store: Store, datab
         for at, one in expected.items():
             shown = {name: found[at][name] for name in ("avg_pct", "peak_pct", "busy_pct", "busy_h", "idle_h")}
             assert shown == {
-                "avg_pct": rounded(one["sum"], one["count"], 1),
+                "avg_pct": one["sum"] / one["count"],
                 "peak_pct": one["peak"],
-                "busy_pct": rounded(100 * one["busy"], one["known"], 1),
-                "busy_h": rounded(one["busy"], H, 2),
-                "idle_h": rounded(one["known"] - one["busy"], H, 2),
+                "busy_pct": 100 * one["busy"] / one["known"],
+                "busy_h": one["busy"] / H,
+                "idle_h": (one["known"] - one["busy"]) / H,
             }, (by, at)
-            # Of each stay a thousandth of a joule is rounded.
-            assert found[at]["estimated_kwh"] == pytest.approx(one["energy"] / 3.6e12, abs=0.000501)
+            assert found[at]["estimated_kwh"] == pytest.approx(one["energy"] / 3.6e12, rel=1e-14)
     for row in ask(store, "occupancy", now, **given):
-        parts = [round(100 * row[f"{name}_h"]) for name in ("attached", "busy", "idle", "unknown")]
-        assert parts[0] == sum(parts[1:])
-        assert min(parts) >= 0
+        assert row["attached_h"] == row["busy_h"] + row["idle_h"] + row["unknown_h"]
+        assert min(row[f"{name}_h"] for name in ("busy", "idle", "unknown")) >= 0
+
+
+@pytest.mark.parametrize("done_ms", [0, F0 + 4 * H, F0 + 6 * H + M])
+def test_days_that_begin_between_hours_are_exact_however_much_is_rolled_up(
+    store: Store, database_url: str, done_ms: int
+) -> None:
+    fleets.fill(store, F0, F0 + 6 * H)
+    truth = Truth(database_url)
+    if done_ms:
+        roll_up(store, done_ms)
+    zone = ZoneInfo("Asia/Kathmandu")  # its midnight is in the fifth hour, at a quarter past
+    expected = truth.usage(lambda _stay, at: str(datetime.fromtimestamp(at / 1000, zone).date()), 0, F0 + DAY)
+    found = run(store, "utilization", F0 + 6 * H, by="day", since="6h", time_zone=zone.key)
+    assert ("1h" in found.statement.resolutions) == (done_ms > 0)
+    assert [(row["day"], row["busy_h"], row["avg_pct"]) for row in rows_of(found)] == [
+        (day, one["busy"] / H, one["sum"] / one["count"]) for day, one in sorted(expected.items())
+    ]
+    assert len(expected) == 2
+
+
+def test_rows_add_up_to_the_same_whatever_a_row_is(store: Store) -> None:
+    fleets.fill(store, F0, F0 + 3 * H)
+    roll_up(store, F0 + 2 * H)
+    # From midnight: whole days are more than the range.
+    given = {"since": rfc3339(F0 // DAY * DAY), "until": rfc3339(F0 + 3 * H)}
+    for name, columns in (("utilization", ("busy_h", "idle_h")), ("energy", ("estimated_kwh", "covered_h"))):
+        for column in columns:
+            whole = [math.fsum(row[column] or 0 for row in ask(store, name, F0 + 3 * H, by=by, **given)) for by in KEYS]
+            assert whole == pytest.approx([whole[0]] * len(whole), rel=1e-13)
+            assert whole[0] > 0
+
+
+def test_what_a_table_shows_adds_up_as_shown(store: Store) -> None:
+    # A third of an hour each: rounded by itself each would be shown as 0.33, and 1.00 beside them.
+    minutes = [80] * 20 + [0] * 20 + [None] * 20
+    store.write([poll(T0, 80)] + [poll(T0 + number * M, busy) for number, busy in enumerate(minutes, 1)])
+    found = run(store, "occupancy", T0 + H + M)
+    [row] = rows_of(found)
+    assert row["busy_h"] == row["idle_h"] == 1 / 3
+    cells = as_table(reports()["occupancy"], found, "UTC").splitlines()[-1].split()
+    assert cells[2:] == ["1.00", "0.33", "0.34", "0.33", "50.0"]
 
 
 def test_both_databases_answer_the_same(tmp_path: Path, postgres_url: str) -> None:
@@ -654,6 +688,7 @@ def test_a_wrong_question_names_what_is_allowed(tmp_path: Path, given: dict[str,
 
 
 def test_since_is_a_duration_before_the_end_or_a_time(store: Store) -> None:
+    assert run(store, "placement", T0, since="1999-12-31T23:59:59Z").statement.start_ms == 946_684_799_000
     for since in ("90m", rfc3339(T0 - 90 * M), str((T0 - 90 * M) // 1000)):
         statement = run(store, "utilization", T0 + DAY, since=since, until=rfc3339(T0)).statement
         assert (statement.start_ms, statement.end_ms) == (T0 - 90 * M, T0)
@@ -694,6 +729,51 @@ def test_the_command_prints_a_table_csv_or_json(filled: Store, database_url: str
     assert (answer["start"], answer["end"]) == (rfc3339(F0), rfc3339(F0 + 2 * H))
 
 
+async def test_the_api_answers_csv_and_sql_as_the_command_prints_them(filled: Store, database_url: str) -> None:
+    query = {"until": rfc3339(F0 + 2 * H), "since": "2h", "by": "app", "time_zone": "Asia/Tokyo"}
+    flags = ["utilization", "--until", query["until"], "--since", "2h", "--where", "by=app", "--time-zone", "Asia/Tokyo"]
+    async with fleets.serving(filled, F0 + 2 * H) as client:
+        for name, more, head in (
+            ("csv", ["--format", "csv"], ("text/csv; charset=utf-8", 'attachment; filename="utilization.csv"')),
+            ("sql", ["--sql"], ("text/plain; charset=utf-8", None)),
+        ):
+            async with client.reply("/api/v1/reports/utilization", {**query, "format": name}) as reply:
+                assert (reply.headers["Content-Type"], reply.headers.get("Content-Disposition")) == head
+                body = await reply.text()
+            assert command(database_url, *flags, *more) == (0, body, "")
+        plain = await client.ok("/api/v1/reports/utilization", query)
+        assert plain == await client.ok("/api/v1/reports/utilization", {**query, "format": "json"})
+        status, problem = await client.get("/api/v1/reports/utilization", {"format": "table"})
+        assert (status, "format: 'table' is not allowed; allowed: json, csv, sql" in problem["detail"]) == (400, True)
+        async with client.reply("/api/v1/reports/utilization", {"format": "sql"}, **{"Accept-Encoding": "gzip"}) as reply:
+            assert reply.headers["Content-Encoding"] == "gzip"
+        async with client.reply("/api/v1/reports/utilization", {"format": "csv"}, method="HEAD") as reply:
+            assert (reply.status, await reply.read()) == (200, b"")
+
+
+async def test_an_apps_token_has_csv_of_its_own_and_no_statement(filled: Store, tmp_path: Path) -> None:
+    (tmp_path / "tokens").write_text("all\nof-a read:app=app-a\n")
+    async with fleets.serving(filled, F0 + 2 * H, tmp_path / "tokens") as client:
+        for name in reports():
+            of_a, path = {"Authorization": "Bearer of-a"}, f"/api/v1/reports/{name}"
+            status, text = await client.get(path, {"format": "csv", "since": "2h"}, **of_a)
+            assert (status, re.search("app-b|app:a|vm-b|namesake", text)) == (200, None)
+            status, problem = await client.get(path, {"format": "sql", "app_id": "app-b"}, **of_a)
+            assert (status, problem["code"]) == (403, "forbidden")
+            assert (await client.get(path, {"format": "sql"}, Authorization="Bearer all"))[0] == 200
+
+
+@pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
+async def test_a_csv_that_would_not_be_whole_is_refused(store: Store) -> None:
+    cvms = [Cvm("rack1", f"vm-{number}") for number in range(MAX_ROWS + 1)]
+    store.write([Poll(cvm, T0, "ok", schema_status="match") for cvm in cvms])
+    async with fleets.serving(store, T0 + M) as client:
+        found = await client.ok("/api/v1/reports/schema")
+        assert (len(found["rows"]), found["more"]) == (MAX_ROWS, True)
+        status, problem = await client.get("/api/v1/reports/schema", {"format": "csv"})
+        assert (status, "format: csv would have more than 10,000 rows" in problem["detail"]) == (400, True)
+
+
 def test_times_are_shown_in_the_time_zone(filled: Store) -> None:
     report = reports()["placement"]
     found = run(filled, "placement", F0 + 2 * H, uuid=UUID, time_zone="Asia/Tokyo")
@@ -729,6 +809,19 @@ def test_tables_fit_a_terminal(store: Store) -> None:
             assert max(map(len, table)) <= WIDTH, (name, table)
 
 
+def test_a_setting_may_stand_in_the_environment_or_in_a_file(
+    store: Store, database_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.close()
+    (tmp_path / "settings.toml").write_text('format = "json"\nwhere = ["below=10"]\n')
+    status, out, err = command(database_url, "idle", "--config", f"{tmp_path}/settings.toml")
+    assert (status, json.loads(out)["report"], err) == (0, "idle", "")
+    monkeypatch.setenv("AGGREGATOR_FORMAT", "csv")
+    assert command(database_url, "idle")[1].startswith("gpu,vmm,vm_id,")
+    monkeypatch.setenv("AGGREGATOR_LIST", "1")
+    assert command(database_url)[1].startswith("cc ")
+
+
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
@@ -739,6 +832,8 @@ def test_tables_fit_a_terminal(store: Store) -> None:
         (["idle", "--where", "since=1h"], "--where 'since=1h' is not allowed"),
         (["idle", "--where", "below=1", "--where", "below=2"], "below: given 2 times; allowed: once"),
         (["idle", "--since", "soon"], "since: 'soon' is neither a time nor a duration"),
+        (["idle", "--where", "for=0"], "for: '0' is not a duration; allowed: whole seconds, or a number with s, m, h or d"),
+        (["idle", "--since", "24"], "since: '24' is neither a time nor a duration (is 24h meant?); allowed: 24h or 7d"),
         (["idle"], "there is no such file"),
     ],
 )

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import random
+import re
 import sqlite3
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -23,6 +25,9 @@ from gpuwire.bdf import Bdf
 from gpuwire.device import GpuDevice
 from gpuwire.errors import StartError
 from gpuwire.placement import HostAddress
+from tests.small_disk import small_disk
+
+__all__ = ["small_disk"]
 
 T0 = 1_790_000_000_000
 S = 1000
@@ -896,6 +901,37 @@ def test_database_that_cannot_be_opened_is_one_line_at_start(tmp_path: Path) -> 
             store.require_current()
         assert str(refusal.value).startswith(f"database sqlite:///{tmp_path}/{name}: ")
         assert "\n" not in str(refusal.value)
+
+
+def told(store: Store) -> set[str]:
+    """What each of the ways to begin says against it, without the name."""
+    said = set()
+    for begin in (store.require_current, store.upgrade, store.condition, store.require_file, store.revision):
+        with pytest.raises(StartError) as refusal:
+            begin()
+        said.add(str(refusal.value).removeprefix(f"database {store.name}: "))
+    return said
+
+
+def test_a_folder_in_place_of_the_file_is_told_alike_by_all(tmp_path: Path) -> None:
+    with closing(Store(f"sqlite:///{tmp_path}")) as store:
+        assert told(store) == {"this is a folder; name a file in it"}
+    with closing(Store(f"sqlite:///{tmp_path}/missing/history.db")) as store:
+        assert told(store) == {f"there is no folder {tmp_path}/missing"}
+
+
+def test_a_read_only_mount_is_said_to_be_one(small_disk: Path) -> None:
+    url = f"sqlite:///{small_disk}/history.db"
+    with closing(Store(url)) as store:
+        store.require_current()
+    subprocess.run(["mount", "-o", "remount,ro", small_disk], check=True)
+    line = f"{small_disk} is mounted read-only, and SQLite writes beside a file even to read it; use a copy elsewhere"
+    with closing(Store(url)) as store:
+        for begin in (store.require_current, store.condition, store.upgrade):
+            with pytest.raises(StartError, match=re.escape(f"database {store.name}: {line}")):
+                begin()
+        with pytest.raises(DatabaseAway, match=re.escape(line)):
+            store.latest()
 
 
 def test_batch_that_failed_left_nothing_and_is_stored_as_a_whole_later(store: Store, engine: Engine) -> None:

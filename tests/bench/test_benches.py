@@ -6,7 +6,19 @@ import re
 import shutil
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
+
+import pytest
+
+from aggregator.reports import reports
+from aggregator.store import Store
+from bench import reports as bench_reports
+from tests.aggregator.conftest import database_url
+from tests.aggregator.fleets import T0, H, fill, roll_up
+from tests.postgres import postgres_url
+
+__all__ = ["database_url", "postgres_url"]
 
 ROOT = Path(__file__).parents[2]
 
@@ -47,3 +59,22 @@ def test_storage_compares_the_store_with_bare_rows_on_both_databases() -> None:
     goals = re.findall(r"goal: at (?:least|most) [^:]*: [0-9.e+]+, (?:met|MISSED)", page)
     assert len(goals) == 4, page
     assert re.search(r"the last 100 samples of a card: [0-9.]+ ms with 20[0-9]{2} hot rows", page)
+
+
+def test_reports_puts_each_answer_beside_a_floor(database_url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with closing(Store(database_url)) as store:
+        store.require_current()
+        fill(store, T0, T0 + 2 * H)
+        roll_up(store, T0 + H)
+        bench_reports.measure(store, 1)
+    page = capsys.readouterr().out
+
+    answers = ["history of a card, 24 h at 5 min", "gpus", "summary, 24 h", "heatmap, 24 h at 15 min"]
+    for name, report in reports().items():
+        answers += [
+            f"{name}{by}, {span}"
+            for by in (" by=gpu", " by=day") * ("by" in report.parameters) or ("",)
+            for span in ("24 h", "7 d")
+        ]
+    found = re.findall(r"^(.+?) +[0-9.]+ ms +[0-9.]+ ms +[0-9.]+$", page, re.MULTILINE)
+    assert found == answers
