@@ -3,14 +3,12 @@ transaction of its own, so that nothing is held up and little is held."""
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import zlib
 from array import array
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import groupby
+from itertools import chain, groupby
 from operator import itemgetter
 from typing import Any
 
@@ -18,6 +16,7 @@ from sqlalchemy import text
 
 from aggregator import scoped_queries as queries
 from aggregator.bulk import SAMPLE_COLUMNS
+from aggregator.csv_text import csv_lines
 from aggregator.parameters import Export, rfc3339
 from aggregator.scoped_queries import Where, rows_of
 from aggregator.store import Reading, Store
@@ -192,13 +191,8 @@ class _Csv:
         self._begun = False
 
     def encode(self, rows: Iterable[Sequence[Any]]) -> bytes:
-        page = io.StringIO()
-        writer = csv.writer(page, lineterminator="\r\n")
-        if not self._begun:
-            writer.writerow(COLUMNS)
-            self._begun = True
-        writer.writerows(rows)
-        return page.getvalue().encode()
+        head, self._begun = [] if self._begun else [COLUMNS], True
+        return csv_lines(chain(head, rows)).encode()
 
 
 def _encode_ndjson(rows: Iterable[Sequence[Any]]) -> bytes:

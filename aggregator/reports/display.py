@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Sequence
 from datetime import datetime
 from decimal import ROUND_HALF_UP, Decimal
 from typing import Any
 from zoneinfo import ZoneInfo
 
+from aggregator.csv_text import csv_lines
 from aggregator.parameters import rfc3339
 from aggregator.reports import Column, Found, Report
 from gpuwire.display import ABSENT, aligned
@@ -68,11 +67,8 @@ def _rounded(value: float, unit: str) -> Decimal:
 
 def as_csv(found: Found, time_zone: str) -> str:
     """Heads are the columns' names; absent is empty, times are RFC 3339."""
-    out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
-    writer.writerow([column.name for column in found.statement.columns])
-    writer.writerows(["" if value is None else value for value in values] for values in _values(found, ZoneInfo(time_zone)))
-    return out.getvalue().removesuffix("\n")
+    head = [column.name for column in found.statement.columns]
+    return csv_lines([head, *_values(found, ZoneInfo(time_zone))], line_end="\n").removesuffix("\n")
 
 
 def as_object(report: Report, found: Found, time_zone: str) -> dict[str, Any]:
