@@ -35,7 +35,7 @@ ANY_VMM = ["--vmm", "unix:/run/nobody.sock"]
             "database URL 'mysql://x:***@h/y' names no database we know; allowed: sqlite",
         ),
         ([*ANY_VMM, "--db", "nonsense"], "database URL 'nonsense' cannot be read"),
-        ([*ANY_VMM, "--db", "sqlite:////no/such/folder/h.db"], "/no/such/folder/h.db: unable to open database file"),
+        ([*ANY_VMM, "--db", "sqlite:////no/such/folder/h.db"], "/no/such/folder/h.db: there is no folder /no/such/folder"),
         ([*ANY_VMM, "--db", "postgresql://u:secret@127.0.0.1:1/d"], "postgresql://u:***@127.0.0.1:1/d"),
         ([*ANY_VMM, "--interval", "-1"], "'-1' is not a number of seconds above 0"),
         (

@@ -114,9 +114,11 @@ def rebuild(connection: Connection) -> None:
     if connection.dialect.name == "sqlite":
         sqlite_metadata.drop_all(connection)
         sqlite_metadata.create_all(connection)
+        connection.execute(text("INSERT INTO hot_move VALUES (0, 0)"))
     else:
         for table in ("gpu_sample", "gpu_5m", "gpu_1h"):
             connection.execute(text(f"CREATE TABLE {table}_default PARTITION OF {table} DEFAULT"))
+    connection.execute(text("INSERT INTO progress (resolution) VALUES ('raw'), ('5m'), ('1h')"))
     for view, query in view_queries(connection.dialect.name).items():
         connection.execute(text(f"CREATE VIEW {view} AS {query}"))
 
