@@ -66,11 +66,22 @@ def test_paused_qemu_has_addresses_on_root_buses_only(tmp_path: Path) -> None:
     assert "p1" in by_id and "behind" not in by_id
 
 
+def connect(client: socket.socket, path: str) -> None:
+    """The file of a socket is there a moment before somebody listens."""
+    deadline = time.monotonic() + 10
+    while True:
+        try:
+            return client.connect(path)
+        except ConnectionRefusedError:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+
 def test_a_second_client_neither_waits_nor_disturbs_the_first(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = str(tmp_path / "qmp.sock")
     with running_qemu(tmp_path, ["-S", "-machine", "q35"]), socket.socket(socket.AF_UNIX) as first:
-        first.connect(path)
-        first.settimeout(5)
+        connect(first, path)
+        first.settimeout(10)
         lines = first.makefile("rw")
         assert "QMP" in lines.readline()
         started = time.monotonic()
