@@ -24,11 +24,11 @@ from aggregator.fleet import Registered
 from aggregator.identity import Identity
 from aggregator.leases import this_process
 from aggregator.metrics import SelfMetrics
-from aggregator.outcome import ANSWERED, VMM_UNREACHABLE
+from aggregator.outcome import ANSWERED, CONTESTED, NO_GPU, OK, VMM_UNREACHABLE
 from aggregator.parameters import read_parameters
 from aggregator.poller import Poller, Shared, Unaskable, poll_once
 from aggregator.reports import Report, prepare, reports, run_report, statement_text
-from aggregator.reports.display import as_csv, as_object, as_table
+from aggregator.reports.display import WIDTH, as_csv, as_object, as_table
 from aggregator.reports.parameters import ReportParameters
 from aggregator.rows import Poll
 from aggregator.settings import (
@@ -268,7 +268,8 @@ def report_command(
         raise StartError(str(error)) from None
     match format:
         case "table":
-            click.echo(as_table(report, found, time_zone))
+            # Whoever reads a pipe wants whole names.
+            click.echo(as_table(report, found, time_zone, WIDTH if sys.stdout.isatty() else None))
         case "csv":
             click.echo(as_csv(found, time_zone))
         case _:
@@ -387,11 +388,16 @@ async def poll_and_store(db: str, settings: PollSettings) -> Polled:
     return Polled(polls, failures, [(poller.vmm.name, vm) for poller in pollers for vm in poller.unaskable])
 
 
+def cards_known(poll: Poll) -> bool:
+    """Whether the CVM said which cards it has; none are an answer too."""
+    return bool(poll.samples) or poll.outcome in (OK, NO_GPU, CONTESTED)
+
+
 def poll_table(polled: Polled) -> str:
     """A line a CVM, aligned, then a line a VM that could not be asked and one a VMM that could not be listed."""
     rows = [("VMM", "VM", "NAME", "OUTCOME", "GPUS", "DETAIL")]
     rows += [
-        (p.cvm.vmm, p.cvm.vm_id, p.cvm.vm_name, p.outcome, str(len(p.samples)), p.detail)
+        (p.cvm.vmm, p.cvm.vm_id, p.cvm.vm_name, p.outcome, str(len(p.samples)) if cards_known(p) else "-", p.detail)
         for p in sorted(polled.polls, key=lambda p: (p.cvm.vmm, p.cvm.vm_id))
     ]
     rows += [(vmm, vm.vm_id or "-", vm.vm_name or "-", "unaskable", "-", vm.problem) for vmm, vm in polled.unaskable]
@@ -400,8 +406,8 @@ def poll_table(polled: Polled) -> str:
 
 
 def poll_json(polled: Polled) -> str:
-    """One object: `cvms`, an entry a CVM; `vms_unaskable`, one a VM that has no id to ask it by; `vmms_unreachable`, by name
-    why."""
+    """One object: `cvms`, an entry a CVM, its `gpus` null where it did not say which it has; `vms_unaskable`, one a VM that has
+    no id to ask it by; `vmms_unreachable`, by name why."""
     cvms = [
         {
             **asdict(p.cvm),
@@ -419,7 +425,9 @@ def poll_json(polled: Polled) -> str:
                     "sampled_at_ms": s.sampled_at_ms,
                 }
                 for s in p.samples
-            ],
+            ]
+            if cards_known(p)
+            else None,
         }
         for p in polled.polls
     ]

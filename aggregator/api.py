@@ -12,11 +12,12 @@ import logging
 import re
 import time
 import zlib
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from functools import partial
 from http import HTTPStatus
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from aiohttp import web
 from aiohttp.http_exceptions import BadHttpMethod, HttpProcessingError, LineTooLong
@@ -39,13 +40,49 @@ PROBLEM = "application/problem+json"
 METHODS = ("GET", "HEAD")
 # Of the first line, and of each header: aiohttp's own.
 MAX_LINE_BYTES = 8190
-THREADS = 4
+QUESTIONS, EXPORTS = 4, 2  # at once
 WAIT_S = 10.0
 # A client that takes nothing of an export for so long has left.
 STALLED_S = 60.0
 RETRY_AFTER_S = 5
 PACK_FROM_BYTES = 1024
 PACK_LEVEL = 5
+
+
+class Run(Protocol):
+    """Does work in a thread."""
+
+    async def __call__(self, work: Callable[[], T]) -> T: ...
+
+
+class _Lane:
+    """Threads for work of one kind, and so much of it at once. Who has waited for `wait_s` is refused."""
+
+    def __init__(self, kind: str, threads: int, wait_s: float) -> None:
+        self._kind = kind
+        self._threads = threads
+        self._wait_s = wait_s
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix=f"api {kind}")
+        self._free = asyncio.Semaphore(threads)
+
+    @asynccontextmanager
+    async def turn(self) -> AsyncIterator[Run]:
+        """Raises Saturated."""
+        try:
+            async with asyncio.timeout(self._wait_s):
+                await self._free.acquire()
+        except TimeoutError:
+            raise Saturated(f"none of {self._threads} {self._kind} was done within {self._wait_s:g} s") from None
+        try:
+            yield self._run
+        finally:
+            self._free.release()
+
+    async def _run(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
 
 
 class Api:
@@ -66,11 +103,11 @@ class Api:
         self._tokens = tokens
         self._routes = routes
         self._limit_s = limit_s
-        self._wait_s = wait_s
         self._now_ms = now_ms
         self._document = json.dumps(openapi(routes)).encode()
-        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="api")
-        self._slots = asyncio.Semaphore(THREADS)
+        # An export may take minutes: it waits for no question once it has begun, and no question for it.
+        self._questions = _Lane("questions", QUESTIONS, wait_s)
+        self._exports = _Lane("exports", EXPORTS, wait_s)
 
     def mount(self, app: web.Application) -> None:
         """Adds the routes to `app`, and who may call to all of it."""
@@ -82,7 +119,8 @@ class Api:
         app.on_cleanup.append(self._close)
 
     async def _close(self, _app: web.Application) -> None:
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        for lane in (self._questions, self._exports):
+            lane.close()
 
     def _scope(self, request: web.Request) -> Scope:
         return EVERYTHING if self._tokens is None else self._tokens.authorize(request.headers)
@@ -135,7 +173,8 @@ class Api:
             body, is_packed = encode(found.reply, packed)
             return _response(body, is_packed, cache)
 
-        return await self._in_thread(answer)
+        async with self._questions.turn() as run:
+            return await run(answer)
 
     async def _describe(self, request: web.Request) -> web.Response:
         read_parameters(Nothing, {}, request.query)
@@ -145,38 +184,32 @@ class Api:
         scope = self._scope(request)
         asked = read_parameters(Export, request.match_info, request.query)
         packed = accepts_gzip(request.headers.get("Accept-Encoding", ""))
-        chunks = export_chunks(self._store, scope, asked, self._now_ms(), packed=packed)
-        chunk = await self._next(chunks)  # before the head: what fails now can still be said
-        response = web.StreamResponse(headers={**_headers(packed, "no-store"), "Content-Type": CONTENT_TYPES[asked.format]})
-        try:
-            await response.prepare(request)
-            if request.method == "HEAD":
-                return response
-            while chunk is not None:
-                async with asyncio.timeout(STALLED_S):
-                    await response.write(chunk)
-                chunk = await self._next(chunks)
-            await response.write_eof()
-        except (ConnectionError, TimeoutError):
-            service.cut(request)  # who asked has left
-        except Exception as error:
-            log.warning("export broken off: reason=%s", error, exc_info=not isinstance(error, TelemetryError))
-            service.cut(request)
-        return response
+        async with self._exports.turn() as run:
+            chunks = export_chunks(self._store, scope, asked, self._now_ms(), packed=packed)
+            response = web.StreamResponse(headers={**_headers(packed, "no-store"), "Content-Type": CONTENT_TYPES[asked.format]})
+            return await _stream(request, response, chunks, run)
 
-    async def _next(self, chunks: Iterator[bytes]) -> bytes | None:
-        return await self._in_thread(lambda: next(chunks, None))
 
-    async def _in_thread(self, work: Callable[[], T]) -> T:
-        try:
-            async with asyncio.timeout(self._wait_s):
-                await self._slots.acquire()
-        except TimeoutError:
-            raise Saturated(f"none of {THREADS} questions was answered within {self._wait_s:g} s") from None
-        try:
-            return await asyncio.get_running_loop().run_in_executor(self._threads, work)
-        finally:
-            self._slots.release()
+async def _stream(request: web.Request, response: web.StreamResponse, chunks: Iterator[bytes], run: Run) -> web.StreamResponse:
+    def following() -> bytes | None:
+        return next(chunks, None)
+
+    chunk = await run(following)  # before the head: what fails now can still be said
+    try:
+        await response.prepare(request)
+        if request.method == "HEAD":
+            return response
+        while chunk is not None:
+            async with asyncio.timeout(STALLED_S):
+                await response.write(chunk)
+            chunk = await run(following)
+        await response.write_eof()
+    except (ConnectionError, TimeoutError):
+        service.cut(request)  # who asked has left
+    except Exception as error:
+        log.warning("export broken off: reason=%s", error, exc_info=not isinstance(error, TelemetryError))
+        service.cut(request)
+    return response
 
 
 def _is_page(path: str) -> bool:

@@ -30,6 +30,7 @@ from aggregator.writer import Writer
 from gpuwire import service
 from gpuwire.access import Tokens, server_tls
 from gpuwire.address import TcpAddress
+from gpuwire.transport import Listening
 
 OPEN_FILES = 65_536
 PACKED_AT_ONCE = 2**20
@@ -45,6 +46,9 @@ async def serve(settings: Settings, stop: asyncio.Event) -> None:
     store = Store(settings.db, resume_within_s=2 * settings.interval)
     async with AsyncExitStack() as stack:
         stack.callback(store.close)
+        # Ahead of the database: a program that cannot listen changes none. Who connects meanwhile waits.
+        listening = Listening(settings.listen)
+        stack.callback(listening.close)
         store.require_current(upgrade=settings.upgrade)
         store.set_stale_after(settings.stale_after)
         identity = Identity(settings.interval)
@@ -62,7 +66,8 @@ async def serve(settings: Settings, stop: asyncio.Event) -> None:
         fleet_metrics = FleetMetrics(store, writer, settings.stale_after)
         app = web_app(store, writer, metrics, fleet_metrics, settings.notice, open_data=tokens is None)
         Api(store, tokens).mount(app)
-        await stack.enter_async_context(service.http_server(app, settings.listen, tls=tls, refusal=refusal))
+        server = service.http_server(app, settings.listen, listening=listening, tls=tls, refusal=refusal)
+        await stack.enter_async_context(server)
         connections = VmmConnections()
         stack.push_async_callback(connections.close)
         slots = Slots(settings.poll.concurrency, settings.poll.timeout)

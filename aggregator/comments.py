@@ -36,7 +36,7 @@ _COLUMNS = {
     "cc_enabled": "Whether confidential computing is on; NULL where the guest does not say.",
     "cc_ready": "Whether the cards are ready for it; NULL where the guest does not say.",
     "state": "ok; stale: its newest sample is old; silent: its CVM does not answer; contested: another CVM has the card that"
-    " this one claims; detached: its CVM answers without it.",
+    " this one claims; detached: its CVM has answered without it for longer than --stale-after, or has no card.",
     "first_seen": "First sample there.",
     "last_seen": "Last poll that found it there; may lag by a minute.",
     "outcome": "ok, no_gpu, contested, nvml_error, schema_mismatch, unreachable, timeout, bad_reply, not_running or"

@@ -33,7 +33,11 @@ HEADERS = MappingProxyType(
 _CONTENT_TYPES = {"css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
 
 # What is trouble, worst first.
-_TROUBLE = ("contested", "silent", "stale")
+_TROUBLE = ("contested", "detached", "silent", "stale")
+# A word of the page's own: the card is silent as its VMM says that it runs the CVM no more. Nobody has to act.
+_STOPPED = "stopped"
+# Cards whose latest values are not those of now.
+_PAST = frozenset({"detached", "silent", "stale", _STOPPED})
 
 
 def cc(row: Mapping[str, Any]) -> str:
@@ -91,13 +95,13 @@ def render_fleet(
 ) -> str:
     """`cards` are rows of v_gpu_latest, `cvms` every CVM with its latest outcome; `notice` is the operator's own line;
     `vmms_away` says of each VMM whose list cannot be had why."""
-    troubled = sorted(cvms, key=lambda cvm: cvm["outcome"] in ("ok", "no_gpu"))
+    cards = _with_stopped(cards, cvms)
     overview = {
         "figures": figures(cards),
         "cards": sorted(cards, key=_by_trouble)[:SHOWN_AT_FIRST],
         "heat_map_height": heat_map_height(cards),
         "known_cards": len(cards),
-        "cvms": troubled[:SHOWN_AT_FIRST],
+        "cvms": sorted(cvms, key=_by_outcome)[:SHOWN_AT_FIRST],
         "known_cvms": len(cvms),
     }
     return _render(overview, now_ms=now_ms, notice=notice, database_error=database_error, vmms_away=vmms_away)
@@ -111,16 +115,34 @@ def render_shell(*, notice: str = "", database_error: str = "") -> str:
 def _render(overview: Mapping[str, Any] | None, **values: Any) -> str:
     return _templates.get_template("fleet.html").render(
         overview=overview,
+        past=_PAST,
         version=STATIC.version,
         modules=[name for name in STATIC.by_name if name.endswith(".js") and name != "app.js"],
         **values,
     )
 
 
+def _with_stopped(cards: Sequence[Mapping[str, Any]], cvms: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """`cards`, where those that are silent in a CVM that runs no more are `stopped`; as static/fleet.js has it."""
+    stopped = {_cvm_key(cvm) for cvm in cvms if cvm["outcome"] == "not_running"}
+    return [{**card, "state": _STOPPED} if card["state"] == "silent" and _cvm_key(card) in stopped else card for card in cards]
+
+
+def _cvm_key(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    return row["vmm"], row["vm_id"], row["app_id"]
+
+
 def _by_trouble(card: Mapping[str, Any]) -> int:
-    """Those in trouble first, else as they come; as static/fleet.js sorts them."""
+    """Those in trouble first, those that are stopped last, else as they come; as static/fleet.js sorts them."""
     state = card["state"]
-    return _TROUBLE.index(state) if state in _TROUBLE else len(_TROUBLE) + (state == "detached")
+    return _TROUBLE.index(state) if state in _TROUBLE else len(_TROUBLE) + (state == _STOPPED)
+
+
+def _by_outcome(cvm: Mapping[str, Any]) -> tuple[int, int]:
+    """Those in trouble first, those that do not run last, of both the newest first; as static/fleet.js sorts them."""
+    if cvm["outcome"] in ("ok", "no_gpu"):
+        return 1, 0
+    return 2 * (cvm["outcome"] == "not_running"), -(cvm["since_ms"] or 0)
 
 
 def heat_map_height(cards: Sequence[Mapping[str, Any]]) -> int:
@@ -140,7 +162,7 @@ def figures(cards: Sequence[Mapping[str, Any]]) -> list[tuple[str, int, bool]]:
     def known(card: Mapping[str, Any]) -> bool:
         return card["state"] == "ok" and card["utilization_gpu"] is not None
 
-    states = {state: count(lambda card, state=state: card["state"] == state) for state in ("stale", "silent", "contested")}  # type: ignore[misc]
+    states = {state: count(lambda card, state=state: card["state"] == state) for state in _TROUBLE}  # type: ignore[misc]
     not_ready = count(lambda card: card["cc_ready"] is False and card["state"] != "detached")
     return [
         ("cards", count(lambda card: card["state"] != "detached"), False),
@@ -148,6 +170,7 @@ def figures(cards: Sequence[Mapping[str, Any]]) -> list[tuple[str, int, bool]]:
         ("idle", count(lambda card: known(card) and card["utilization_gpu"] <= BUSY_ABOVE), False),
         ("stale", states["stale"], states["stale"] > 0),
         ("silent", states["silent"], states["silent"] > 0),
+        ("detached", states["detached"], states["detached"] > 0),
         ("CC not ready", not_ready, not_ready > 0),
         ("contested", states["contested"], states["contested"] > 0),
     ]

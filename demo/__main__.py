@@ -83,7 +83,8 @@ class Demo:
         listen = ["--listen", f"unix:{self.vmm_socket}", "--listen", f"127.0.0.1:{self.proxy_port}"]
         await self._start("gpu-host-proxy", [*listen, "--vms", str(vms)])
         simulated = ", ".join(cvm.name for cvm in self._cvms if cvm.cards)
-        notice = f"Demo. Simulated cards, not real ones, in: {simulated}. All the rest of the way is real."
+        notice = f"Demo. Simulated cards, not real ones, in: {simulated}. All the rest of the way is real. "
+        notice += "The history begins with the demo: choose 1h where a card is shown."
         flags = ["--db", self._db, "--spool", str(DATA / "spool"), "--vmm", f"demo-host=unix:{self.vmm_socket}"]
         flags += ["--interval", "5", "--listen", f"127.0.0.1:{self.port}", "--notice", notice]
         await self._start("gpu-aggregator", flags)
@@ -228,9 +229,11 @@ def sql_command(db: str) -> str:
 
 def what_to_look_at(demo: Demo, db: str) -> str:
     first, second = demo.cvms[0], demo.cvms[1]
+    uuid = next(card.uuid for cvm in demo.cvms for card in cvm.cards)
     call = f"'http://localhost/guest/GpuInfo?json' -d '{{\"id\": \"{first.id}\"}}'"
     lines = [
         f"  the fleet's page    http://127.0.0.1:{demo.port}/",
+        f"  one card's history  http://127.0.0.1:{demo.port}/?view=card&uuid={uuid}&range=1h",
         f"  one CVM's own page  http://127.0.0.1:{demo.dashboards[first.id]}/",
         f"  one CVM's cards     curl -s --unix-socket {demo.vmm_socket} {call}",
         f"  the history in SQL  {sql_command(db)}",

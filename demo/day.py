@@ -82,13 +82,13 @@ def falls_off_the_bus(hour: float) -> bool:
 
 
 TRAINING = (
-    Card("GPU-51a0d001-0000-4000-8000-000000000001", "0000:01:00.0", training),
-    Card("GPU-51a0d001-0000-4000-8000-000000000002", "0000:02:00.0", training, idle_c=38, full_c=89),  # sits in warm air
+    Card("GPU-51a0d101-0000-4000-8000-000000000101", "0000:01:00.0", training),
+    Card("GPU-51a0d102-0000-4000-8000-000000000102", "0000:02:00.0", training, idle_c=38, full_c=89),  # sits in warm air
 )
 SERVING = (
-    Card("GPU-51a0d002-0000-4000-8000-000000000001", "0000:01:00.0", serving, memory_share=0.8),
-    Card("GPU-51a0d002-0000-4000-8000-000000000002", "0000:02:00.0", idle),
+    Card("GPU-51a0d201-0000-4000-8000-000000000201", "0000:01:00.0", serving, memory_share=0.8),
+    Card("GPU-51a0d202-0000-4000-8000-000000000202", "0000:02:00.0", idle),
 )
 RESEARCH = (
-    Card("GPU-51a0d003-0000-4000-8000-000000000001", "0000:01:00.0", notebook, memory_share=0.5, fails=falls_off_the_bus),
+    Card("GPU-51a0d301-0000-4000-8000-000000000301", "0000:01:00.0", notebook, memory_share=0.5, fails=falls_off_the_bus),
 )

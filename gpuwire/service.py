@@ -12,7 +12,7 @@ import ssl
 import sys
 import time
 import tomllib
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -28,7 +28,7 @@ from gpuwire.errors import Malformed, MethodNotAllowed, StartError, TelemetryErr
 from gpuwire.listener import Listener
 from gpuwire.prpc import MAX_REQUEST_BYTES, Call, Reply, refuse, wants_json
 from gpuwire.schema import Policy, Unversioned
-from gpuwire.transport import SocketAccess, inherited_socket, listen_socket, remove_socket
+from gpuwire.transport import Listening, SocketAccess
 
 log = logging.getLogger(__name__)
 
@@ -144,7 +144,8 @@ def command(
                 is_eager=True,
                 expose_value=False,
                 callback=_load_config,
-                help="TOML file with a key for each flag ('-' becomes '_'); environment and flags win over it.",
+                help="TOML file with a key for each flag ('-' becomes '_'); keys of other commands are ignored;"
+                " environment and flags win over it.",
             ),
             click.Option(
                 ["--log-level"],
@@ -169,9 +170,13 @@ def _load_config(ctx: click.Context, param: click.Parameter, path: Path | None) 
     except (OSError, ValueError) as error:
         raise click.BadParameter(f"{path}: {error}", ctx, param) from None
     known = {p.name: p for p in ctx.command.params if p is not param}
+    elsewhere = {p.name for p in _flags(ctx.find_root().command) if p.name != param.name}
     for key, value in values.items():
         if key not in known:
-            raise click.BadParameter(f"{path}: unknown key {key!r}; known are {', '.join(sorted(map(str, known)))}", ctx, param)
+            if key in elsewhere:
+                continue
+            names = ", ".join(sorted(map(str, known.keys() | elsewhere)))
+            raise click.BadParameter(f"{path}: unknown key {key!r}; known are {names}", ctx, param)
         kinds, words = _toml_kinds(known[key].type)
         many = bool(getattr(known[key], "multiple", False))
         items = value if many and isinstance(value, list) else [value]
@@ -180,6 +185,15 @@ def _load_config(ctx: click.Context, param: click.Parameter, path: Path | None) 
                 f"{path}: key {key!r} takes {'a list of ' if many else ''}{words}, not {value!r}", ctx, param
             )
     ctx.default_map = values
+
+
+def _flags(command: click.Command) -> Iterator[click.Option]:
+    """Of this command, or of all within this group."""
+    if isinstance(command, click.Group):
+        for within in command.commands.values():
+            yield from _flags(within)
+    else:
+        yield from (p for p in command.params if isinstance(p, click.Option))
 
 
 def _toml_kinds(kind: click.ParamType) -> tuple[tuple[type, ...], str]:  # type: ignore[type-arg]
@@ -346,15 +360,15 @@ async def http_server(
     app: web.Application,
     address: Address,
     *,
+    listening: Listening | None = None,
     tls: ssl.SSLContext | None = None,
     access: SocketAccess | None = None,
     front: Front | None = None,
     refusal: Refusal | None = None,
 ) -> AsyncIterator[None]:
     """Serves `app` on `address` within the context, what `front` takes excepted. `refusal` answers what never comes to `app`.
-    Raises StartError when it cannot be listened on."""
-    inherited = inherited_socket(address)
-    sock = inherited or listen_socket(address, access)
+    `listening` is what listens there already; it is closed in the end. Raises StartError when it cannot be listened on."""
+    listening = listening or Listening(address, access)
     # A reply is never cut off by the caller's going away: work that others wait for may be going on behind it.
     # Nothing is inflated: a body of a few megabytes can hold gigabytes.
     answering: set[asyncio.BaseTransport | None] = set()
@@ -380,15 +394,13 @@ async def http_server(
     if refusal:
         connection = partial(_Connection, runner.server, loop=asyncio.get_running_loop(), refusal=refusal, **options)
     protocol = partial(front.connection, connection) if front else connection
-    accepting = asyncio.create_task(Listener(sock, protocol, address, tls=tls, is_busy=is_busy).run())
+    accepting = asyncio.create_task(Listener(listening.socket, protocol, address, tls=tls, is_busy=is_busy).run())
     try:
         yield
     finally:
-        if inherited is None:
-            remove_socket(address)  # while it is surely ours: once closed, the next process may have put its own there
         accepting.cancel()
         await asyncio.wait({accepting})
-        sock.close()
+        listening.close()
         if front:
             await front.close()
         await runner.cleanup()

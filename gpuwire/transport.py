@@ -59,6 +59,24 @@ def listen_socket(address: Address, access: SocketAccess | None = None) -> socke
     return sock
 
 
+class Listening:
+    """What listens on `address`: systemd's socket where it opened one, else one of our own. Raises StartError."""
+
+    def __init__(self, address: Address, access: SocketAccess | None = None) -> None:
+        self._address = address
+        inherited = inherited_socket(address)
+        self._is_ours = inherited is None
+        self.socket = inherited or listen_socket(address, access)
+
+    def close(self) -> None:
+        """Once closed it may be closed again."""
+        if self.socket.fileno() < 0:
+            return
+        if self._is_ours:
+            remove_socket(self._address)  # while it is surely ours: once closed, the next process may have put its own there
+        self.socket.close()
+
+
 def inherited_socket(address: Address) -> socket.socket | None:
     """The socket that systemd opened for `address` ahead of the start; None where it opened none.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -12,7 +13,7 @@ import click
 
 from gpuwire import service
 from gpuwire.address import TcpAddress, UnixAddress, parse_vmm_address
-from gpuwire.schema import Unversioned
+from gpuwire.schema import Policy, Unversioned
 from host_proxy.app import serve
 from host_proxy.listing import list_vms, vms_json, vms_table
 from host_proxy.passthrough import GUEST_METHODS, Rules
@@ -136,14 +137,17 @@ def serve_command(**flags: Any) -> None:
 
 @service.command(cli, "vms", env="HOST_PROXY", log_level="warning")
 @source_options
+@service.schema_options(unversioned=Unversioned.DENY)
 @click.option("--json", is_flag=True, help="Print JSON, with each card's root port and bus, instead of a table.")
-def vms_command(json: bool, **flags: Any) -> None:
+def vms_command(json: bool, schema_policy: Policy, unversioned: Unversioned, **flags: Any) -> None:
     """List the VMs that would be served: how each is reached, where its cards sit, which schema its agent speaks.
 
-    Each VM is asked once, for two seconds at most.
+    Each VM is asked once, for two seconds at most. Exit status 0 when all is well, 1 when a VM has a problem, such as a
+    schema that serve would refuse, or a source is away.
     """
-    found = asyncio.run(list_vms(source_settings(**flags)))
+    found = asyncio.run(list_vms(source_settings(**flags), schema_policy, unversioned))
     click.echo(vms_json(found) if json else vms_table(found))
+    sys.exit(1 if any(listed.problem for listed in found) else 0)
 
 
 def main() -> None:

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from gpuwire.display import aligned
-from gpuwire.errors import TelemetryError
+from gpuwire.errors import BadReply, SchemaMismatch, TelemetryError
 from gpuwire.http_client import HttpClient
 from gpuwire.pb.vmm_pb2 import Id
-from gpuwire.prpc import Call
-from gpuwire.schema import Policy, Unversioned
+from gpuwire.prpc import Call, error_text
+from gpuwire.schema import Policy, Unversioned, judge
 from host_proxy.app import open_sources
 from host_proxy.passthrough import Judged, PassThrough, Rules
 from host_proxy.settings import SourceSettings
@@ -33,28 +33,35 @@ class Listed:
     problem: str
 
 
-async def list_vms(settings: SourceSettings) -> list[Listed]:
-    """Raises StartError where a source cannot be opened."""
+async def list_vms(settings: SourceSettings, policy: Policy, unversioned: Unversioned) -> list[Listed]:
+    """A VM whose schema these two refuse has that as its problem. Raises StartError where a source cannot be opened."""
     async with AsyncExitStack() as stack:
         sources, _ = await open_sources(settings, stack)
         fleet = sources.fleet()
         client = HttpClient(max_reply=MAX_REPLY_BYTES)
         stack.push_async_callback(client.close)
-        seen: dict[str, str] = {}
+        seen: dict[str, str | None] = {}
 
         def note(judged: Judged) -> None:
-            seen[judged.vm_id] = judged.schema or ""
+            seen[judged.vm_id] = judged.schema
 
+        # All pass, to be judged here: a refusal would be a line of the log too.
         rules = Rules(Policy.OFF, Unversioned.ALLOW, frozenset({"Info"}), ASK_LIMIT_S)
         passthrough = PassThrough(client, sources.fleet, rules, settings.upstream, note)
 
         async def ask(vm: Vm) -> Listed:
             problem = ""
             try:
-                await passthrough.relay(Call("Info", get=False, json=False, query={}, body=Id(id=vm.id).SerializeToString()))
+                reply = await passthrough.relay(
+                    Call("Info", get=False, json=False, query={}, body=Id(id=vm.id).SerializeToString())
+                )
+                if reply.status != 200:
+                    problem = error_text(reply.body) or str(BadReply(f"{vm.id}: unexpected status {reply.status}"))
+                elif refusal := judge(seen[vm.id], policy, unversioned).refusal:
+                    problem = str(SchemaMismatch(refusal))
             except TelemetryError as error:
                 problem = str(error)
-            return Listed(vm, seen.get(vm.id, ""), problem)
+            return Listed(vm, seen.get(vm.id) or "", problem)
 
         asked = list(await asyncio.gather(*(ask(vm) for vm in fleet.vms.values())))
         refused = [Listed(Vm(vm_id), "", reason) for vm_id, reason in fleet.conflicts.items()]

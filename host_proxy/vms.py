@@ -18,6 +18,7 @@ from gpuwire.placement import AttachedCard
 log = logging.getLogger(__name__)
 
 RUNNING = "running"
+EMPTY = "it is empty; a host without VMs is: vm = []"  # many editors empty a file before they write
 KEYS = ("id", "name", "app_id", "instance_id", "guest", "gpus", "pci_map", "hugepages")
 
 
@@ -153,7 +154,8 @@ def _machine(guest: Address | None) -> object:
 
 
 class VmsFile:
-    """The file's VMs, read again when it changes. A broken edit keeps the last good one and is logged once."""
+    """The file's VMs, read again when it changes. A broken edit keeps the last good one and is logged once; a file that is
+    empty at the start is no VMs and a problem."""
 
     name = "vms"
 
@@ -164,6 +166,9 @@ class VmsFile:
         self._stamp = self._read_stamp()
         try:
             self._vms = _read_vms(path)
+            if _is_blank(path):
+                self.problem = f"{path}: {EMPTY}"
+                log.warning("vms file is empty: file=%s reason=%s", path, EMPTY)
         except (OSError, ValueError) as error:
             raise StartError(f"vms file {path}: {error}") from None
 
@@ -176,7 +181,7 @@ class VmsFile:
     def _reload(self) -> None:
         try:
             if _is_blank(self._path):
-                raise ValueError("it is empty; a host without VMs is: vm = []")  # many editors empty a file before they write
+                raise ValueError(EMPTY)
             self._vms = _read_vms(self._path)
         except (OSError, ValueError) as error:
             self.problem = f"{self._path} is broken, the last good one stays: {error}"

@@ -19,8 +19,9 @@ _DECIMALS = {"%": 1, "h": 2, "GiB": 1, "kWh": 3, "W": 1}
 _RESOLUTIONS = {"1h": "1h", "5m": "5m", "raw": "samples"}
 
 
-def as_table(report: Report, found: Found, time_zone: str) -> str:
-    """What was asked, up to when there is data, and a line a row, within WIDTH where its names can be shortened so far."""
+def as_table(report: Report, found: Found, time_zone: str, width: int | None = None) -> str:
+    """What was asked, up to when there is data, and a line a row: within `width` where its names can be shortened so
+    far, of any width where that is None."""
     zone, statement = ZoneInfo(time_zone), found.statement
     lines = [f"{report.name}: {report.purpose}", _range(found, zone, time_zone), ""]
     cells = [
@@ -31,12 +32,12 @@ def as_table(report: Report, found: Found, time_zone: str) -> str:
         for row in found.rows
     ]
     heads = [_head(column) for column in statement.columns]
-    widths = _widths([heads, *cells], statement.columns)
+    widths = _widths(heads, cells, statement.columns, width)
     lines.append(
         aligned(
             [
-                cell.rjust(width) if column.is_number else _shortened(cell, width)
-                for cell, width, column in zip(row, widths, statement.columns, strict=True)
+                cell.rjust(room) if column.is_number else _shortened(cell, room)
+                for cell, room, column in zip(row, widths, statement.columns, strict=True)
             ]
             for row in [heads, *cells]
         )
@@ -132,13 +133,17 @@ def _time(utc: str, zone: ZoneInfo) -> str:
     return datetime.fromisoformat(utc).astimezone(zone).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
-def _widths(rows: Sequence[Sequence[str]], columns: Sequence[Column]) -> list[int]:
-    """Of each column; the widest texts give way first."""
-    widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
+def _widths(heads: Sequence[str], rows: Sequence[Sequence[str]], columns: Sequence[Column], limit: int | None) -> list[int]:
+    """Of each column; the widest texts give way first, heads never."""
+    widths = [max(map(len, cells)) for cells in zip(heads, *rows, strict=True)]
+    if limit is None:
+        return widths
     least = {
-        number: NARROW_GPU if column.name == "gpu" else NARROW for number, column in enumerate(columns) if column.unit == "text"
+        number: max(len(heads[number]), NARROW_GPU if column.name == "gpu" else NARROW)
+        for number, column in enumerate(columns)
+        if column.unit == "text"
     }
-    while sum(widths) + 2 * (len(widths) - 1) > WIDTH:
+    while sum(widths) + 2 * (len(widths) - 1) > limit:
         spare = {number: widths[number] for number in least if widths[number] > least[number]}
         if not spare:
             break

@@ -1,7 +1,8 @@
 -- Queries of a card that fail, by card and kind: since when, how long, the last words on it.
 --
 -- Kinds are the collector's queries: device, uuid, pci_bus_id, utilization, memory, temperature, power. Anything else that a
--- guest names is `other`.
+-- guest names is `other`. A card that is lost gives neither uuid nor address, so that its failures are nobody's and not
+-- here: it is in the report `stale` as detached, and in the detail of its CVM's polls.
 --
 -- columns:
 --   gpu        text  A card's uuid; VMM, CVM and PCI address of one without.

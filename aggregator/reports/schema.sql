@@ -13,7 +13,7 @@
 --   last_polled    time  When that was; may lag by a minute.
 {% import "_parts.sql" as part with context %}
 SELECT s.schema_status, cvm.guest_schema, cvm.vmm, cvm.vm_id, cvm.vm_name, cvm.app_id, s.outcome,
-  {{ part.timestamp("s.until_ms") }} AS last_polled
+  {{ part.timestamp(part.least("s.until_ms", as_of_ms)) }} AS last_polled
 FROM cvm JOIN cvm_state AS s ON s.state_id = (
   SELECT x.state_id FROM cvm_state AS x
   WHERE x.cvm_id = cvm.cvm_id AND x.since_ms <= {{ as_of_ms }} AND x.schema_status IS NOT NULL

@@ -12,7 +12,7 @@
 --   gpu           text   The card, where the CVM itself answers.
 --   cards         count  Cards that are concerned.
 --   silent_since  time   Last sign of life.
---   outcome       text   What polling the CVM comes to.
+--   outcome       text   Outcome of the CVM's last poll.
 --   detail        text   The reason that was given.
 {% import "_parts.sql" as part with context %}
 WITH {{ part.stays() }},

@@ -8,14 +8,18 @@ import { Overview } from "./overview.js";
 import { reportsView } from "./reports.js";
 
 const REFRESH_MS = 15_000, RETRY_MS = 5_000, RETRY_SLOW_MS = 60_000;
-// Of the time that an answer takes, so many times at least lie between two.
-const EASE = 20;
+// Of the time that an answer takes, so many times lie between two, up to a limit.
+const EASE = 20, EASE_AT_MOST_MS = 60_000;
+// When "as of" is said to be old.
+const OLD_MS = 2 * REFRESH_MS;
 const VIEWS = { card: cardView, slot: placeView, place: placeView, cvm: cvmView, reports: reportsView };
 
 const view = document.querySelector("#view"), fresh = document.querySelector("#fresh"), notices = document.querySelector("#notices");
 const signOut = document.querySelector("#sign-out");
 const fleet = new Fleet();
-let overview = null, timer = 0, turn = 0;
+let overview = null, timer = 0, turn = 0, noticesTimer = 0, noticesTurn = 0;
+// When what is shown was answered, where it is renewed.
+let asOfMs = 0;
 // What the URL asked for when a view was put there last.
 let placed = null;
 
@@ -43,9 +47,8 @@ async function show({ moved = false } = {}) {
   mark(values);
   let again = REFRESH_MS;
   try {
-    const notes = tellNotices();
     if (VIEWS[values.view]) {
-      if (moved) fresh.textContent = "Loading…";
+      if (moved) tellFresh("Loading…");
       const element = await VIEWS[values.view](values, go);
       if (mine !== turn) return;
       // Reports are long and read slowly: they stay as they were asked for.
@@ -58,10 +61,10 @@ async function show({ moved = false } = {}) {
       if (mine !== turn) return;
       drawOverview();
     }
-    await notes;
     say(null);
-    fresh.textContent = `as of ${clock(Date.now(), true)} ${zone}`;
-    if (again) again = Math.max(again, EASE * (performance.now() - began));
+    const nowMs = Date.now();
+    tellFresh(`as of ${clock(nowMs, true)} ${zone}`, again ? nowMs : 0);
+    if (again) again = Math.max(again, Math.min(EASE_AT_MOST_MS, EASE * (performance.now() - began)));
     if (moved) view.focus({ preventScroll: true });
   } catch (problem) {
     if (mine !== turn) return;
@@ -69,6 +72,20 @@ async function show({ moved = false } = {}) {
     again = failed(problem, moved);
   }
   if (again) timer = setTimeout(() => show(), again);
+}
+
+/** `atMs`: when it was answered; 0 for what does not grow old. */
+function tellFresh(words, atMs = 0) {
+  asOfMs = atMs;
+  fresh.classList.remove("old");
+  fresh.textContent = words;
+}
+
+/** It grows old whatever else is waited for. */
+function tellAge() {
+  if (!asOfMs || Date.now() - asOfMs <= OLD_MS || fresh.classList.contains("old")) return;
+  fresh.classList.add("old");
+  fresh.append(", old");
 }
 
 function drawOverview() {
@@ -116,10 +133,10 @@ function failed(problem, moved) {
   else if (moved || problem.status < 500) {
     view.replaceChildren(h("section", {}, h("h2", {}, "Nothing to show"), h("p", { class: "error", role: "alert" }, problem.message), h("p", {}, h("a", { href: "?" }, "Back to all cards"))));
     placed = "";
-    fresh.textContent = "";
+    tellFresh("");
     return problem.status < 500 ? 0 : RETRY_SLOW_MS;
   } else say(problem.message);
-  if (fresh.textContent === "Loading…") fresh.textContent = "";
+  if (fresh.textContent === "Loading…") tellFresh("");
   return problem.code === "too_slow" ? RETRY_SLOW_MS : RETRY_MS;
 }
 
@@ -142,6 +159,7 @@ async function tellNotices() {
   } catch {
     return;
   }
+  if (signingIn()) return;
   const lines = [
     ...(found.notice ? [h("p", { class: "note" }, found.notice)] : []),
     ...(found.database ? [h("p", { class: "note alarm" }, `The database is away; polling goes on and what is polled waits to be written. ${found.database}`)] : []),
@@ -154,9 +172,20 @@ async function tellNotices() {
   }
 }
 
+/** Notices are renewed whatever else takes long. */
+async function renewNotices() {
+  const mine = ++noticesTurn;
+  clearTimeout(noticesTimer);
+  await tellNotices();
+  if (mine === noticesTurn && !document.hidden && !signingIn()) noticesTimer = setTimeout(renewNotices, REFRESH_MS);
+}
+
+const signingIn = () => view.querySelector(".sign-in") !== null;
+
 function signIn(problem) {
+  clearTimeout(noticesTimer);
   signOut.hidden = true;
-  fresh.textContent = "";
+  tellFresh("");
   overview = null;
   fleet.wholeAt = 0;
   notices.replaceChildren();
@@ -167,7 +196,9 @@ function signIn(problem) {
     event.preventDefault();
     token.set(field.value.trim());
     signOut.hidden = false;
+    view.replaceChildren(h("p", {}, "Loading…"));
     show({ moved: true });
+    renewNotices();
   };
   view.replaceChildren(h("form", { class: "panel sign-in", onsubmit: submit }, h("h2", {}, "Sign in"), problem ? h("p", { class: "error", role: "alert" }, problem) : null,
     h("label", { for: "token" }, "Token"), field, h("button", { type: "submit" }, "Sign in"),
@@ -186,7 +217,12 @@ signOut.addEventListener("click", () => { token.drop(); signIn(""); });
 addEventListener("popstate", () => show({ moved: true }));
 document.addEventListener("visibilitychange", () => {
   clearTimeout(timer);
-  if (!document.hidden && !view.querySelector(".sign-in")) show();
+  clearTimeout(noticesTimer);
+  if (document.hidden || signingIn()) return;
+  show();
+  renewNotices();
 });
 signOut.hidden = !token.get();
 show({ moved: Boolean(asked().view) });
+renewNotices();
+setInterval(tellAge, 1_000);

@@ -3,6 +3,7 @@
 import { api, query } from "./api.js";
 import { Instant, strip, timeChart, width } from "./charts.js";
 import { cc, celsius, dateTime, facts, gib, gibOf, h, isoTime, percent, span, state, table, text, watts } from "./dom.js";
+import { isPast, stateIn } from "./fleet.js";
 import { appLink, cardLink, cvmLink, slotLink, utilization } from "./overview.js";
 
 const H = 3_600_000, D = 24 * H;
@@ -92,11 +93,12 @@ export async function cardView(asked, go) {
     api("reports/errors", { uuid: asked.uuid, since: iso(range.startMs), until: iso(range.endMs) }),
   ]);
   const now = card.latest;
+  if (now?.state === "silent") now.state = stateIn(await api(`cvms/${encodeURIComponent(now.vm_id)}`, { vmm: now.vmm }), now.state);
   const drawn = charts(history, zoom, now);
   const failures = errors.rows.map((row) => h("tr", {}, h("td", {}, row.kind), h("td", {}, isoTime(row.since)), h("td", {}, isoTime(row.until)), h("td", { class: "wrap" }, text(row.detail))));
   return h("div", {}, h("h2", {}, "Card ", h("code", {}, card.uuid)),
     h("section", { "aria-label": "Now" }, now
-      ? facts("tiles", [["State", [state(now.state), h("small", { class: "soft" }, ` ${span(now.age_s)} ago`)]], ["Utilization", utilization(now.utilization_gpu)], ["Memory", gibOf(now.memory_used_bytes, now.memory_total_bytes)],
+      ? facts(isPast(now) ? "tiles past" : "tiles", [["State", [state(now.state), h("small", { class: "soft" }, ` ${span(now.age_s)} ago`)]], ["Utilization", utilization(now.utilization_gpu)], ["Memory", gibOf(now.memory_used_bytes, now.memory_total_bytes)],
         ["Temperature", celsius(now.temperature_c)], ["Power", watts(now.power_usage_mw)], ["CC", cc(now)], ["Errors", now.query_errors ? h("span", { class: "not-ok" }, String(now.query_errors)) : "0"]])
       : h("p", {}, "It is elsewhere now."),
       facts("facts", [
@@ -134,9 +136,10 @@ export async function cvmView(asked, go) {
   const segments = cvm.stretches.map((stretch) => {
     const fine = (stretch.outcome === "ok" || stretch.outcome === "no_gpu") && stretch.cc_ready !== false;
     const name = stretch.cc_ready === false ? `${stretch.outcome}, CC not ready` : stretch.outcome;
-    return { fromMs: Date.parse(stretch.since), toMs: Date.parse(stretch.until), name, kind: fine ? "" : "trouble", title: `${name}: ${isoTime(stretch.since)} to ${isoTime(stretch.until)}` };
+    return { fromMs: Date.parse(stretch.since), toMs: Date.parse(stretch.until), name, kind: fine ? "" : stretch.outcome === "not_running" ? "other" : "trouble", title: `${name}: ${isoTime(stretch.since)} to ${isoTime(stretch.until)}` };
   }).filter((segment) => segment.toMs >= range.startMs && segment.fromMs < range.endMs);
-  const cards = cvm.cards.map((card) => h("tr", {}, h("td", {}, state(card.state)), h("td", {}, cardLink(card, cvm)), h("td", {}, text(card.bdf)), h("td", {}, slotLink(cvm.vmm, card.host_bdf)),
+  for (const card of cvm.cards) card.state = stateIn(cvm, card.state);
+  const cards = cvm.cards.map((card) => h("tr", { class: isPast(card) && "past" }, h("td", {}, state(card.state)), h("td", {}, cardLink(card, cvm)), h("td", {}, text(card.bdf)), h("td", {}, slotLink(cvm.vmm, card.host_bdf)),
     h("td", { class: "n" }, percent(card.utilization_gpu)), h("td", { class: "n" }, gibOf(card.memory_used_bytes, card.memory_total_bytes)), h("td", { class: "n" }, celsius(card.temperature_c)), h("td", { class: "n" }, watts(card.power_usage_mw)), h("td", { class: "n" }, span(card.age_s))));
   const stretches = cvm.stretches.map((stretch) => h("tr", {}, h("td", {}, state(stretch.outcome)), h("td", {}, isoTime(stretch.since)), h("td", {}, isoTime(stretch.until)), h("td", {}, text(stretch.schema_status)),
     h("td", {}, cc(stretch)), h("td", { class: "wrap" }, stretch.detail ?? "")));

@@ -56,11 +56,11 @@ export function dayOfMonth(ms) {
   return `${at.getDate()} ${month(at)}`;
 }
 
-const SHAPES = { ok: "●", stale: "◐", silent: "○", contested: "▲", detached: "◇", no_gpu: "●" };
+const SHAPES = { ok: "●", stale: "◐", silent: "○", contested: "▲", detached: "◇", no_gpu: "●", stopped: "□", not_running: "□" };
+const FINE = new Set(["ok", "no_gpu"]), NEUTRAL = new Set(["stopped", "not_running"]);
 /** A state or an outcome: by word and shape, and by colour beside. */
 export function state(word) {
-  const fine = word === "ok" || word === "no_gpu";
-  return h("span", { class: fine ? "ok" : "not-ok" }, h("span", { "aria-hidden": "true" }, `${SHAPES[word] ?? "▲"} `), word ?? ABSENT);
+  return h("span", { class: FINE.has(word) ? "ok" : NEUTRAL.has(word) ? "neutral" : "not-ok" }, h("span", { "aria-hidden": "true" }, `${SHAPES[word] ?? "▲"} `), word ?? ABSENT);
 }
 
 /** Confidential computing in a word; `false` is trouble, `null` unknown. As `_cc` in page.py. */

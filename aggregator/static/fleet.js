@@ -40,6 +40,7 @@ export class Fleet {
     this.cvms = reply.cvms;
     this.cards = reply.cvms.flatMap((cvm) => cvm.cards.map(({ utilization_gpu_avg: newest, ...card }) => {
       card.cvm = cvm;
+      card.state = stateIn(cvm, card.state);
       card.line = keep ? [...(lines.get(keyOf(card)) ?? Array(width).fill(null)).slice(added, added + keep), ...newest] : newest;
       return card;
     }));
@@ -50,6 +51,14 @@ export class Fleet {
   }
 }
 
+/** How a card is, in the page's words: silent in a CVM that its VMM runs no more is `stopped`, and nobody's trouble. As
+ * `_with_stopped` in page.py. */
+export const stateIn = (cvm, state) => (state === "silent" && cvm.outcome === "not_running" ? "stopped" : state);
+
+const PAST = new Set(["detached", "silent", "stale", "stopped"]);
+/** Its latest values are not those of now. */
+export const isPast = (card) => PAST.has(card.state);
+
 /** By the word in the URL: what a figure counts and a filter shows. */
 export const KINDS = {
   busy: ["busy", (card) => card.state === "ok" && card.utilization_gpu > BUSY_ABOVE],
@@ -59,15 +68,23 @@ export const KINDS = {
   cc: ["CC not ready", (card) => card.cvm.cc_ready === false && card.state !== "detached"],
   contested: ["contested", (card) => card.state === "contested"],
   detached: ["detached", (card) => card.state === "detached"],
+  stopped: ["stopped", (card) => card.state === "stopped"],
   ok: ["ok", (card) => card.state === "ok"],
 };
 
-const TROUBLE = ["contested", "silent", "stale"];
+const TROUBLE = ["contested", "detached", "silent", "stale"];
 
-/** Those in trouble first, else as they come: as `_by_trouble` in page.py. */
+/** Those in trouble first, those that are stopped last, else as they come: as `_by_trouble` in page.py. */
 export const byTrouble = (cards) => {
-  const rank = ({ state }) => (TROUBLE.includes(state) ? TROUBLE.indexOf(state) : state === "detached" ? TROUBLE.length + 1 : TROUBLE.length);
+  const rank = ({ state }) => (TROUBLE.includes(state) ? TROUBLE.indexOf(state) : state === "stopped" ? TROUBLE.length + 1 : TROUBLE.length);
   return [...cards].sort((a, b) => rank(a) - rank(b));
+};
+
+/** CVMs in trouble first, those that do not run last, of both the newest first: as `_by_outcome` in page.py. */
+export const byOutcome = (cvms) => {
+  const rank = ({ outcome }) => (outcome === "ok" || outcome === "no_gpu" ? 1 : outcome === "not_running" ? 2 : 0);
+  const since = (cvm) => Date.parse(cvm.since ?? 0);
+  return [...cvms].sort((a, b) => rank(a) - rank(b) || (rank(a) === 1 ? 0 : since(b) - since(a)));
 };
 
 /** Cards that the filters of the URL leave. */

@@ -2,12 +2,12 @@
 
 import { query } from "./api.js";
 import { cc, ccWord, celsius, gibOf, h, isoTime, percent, s, scrolling, shortUuid, span, state, table, text, watts } from "./dom.js";
-import { byTrouble, filtered, KINDS, keyOf } from "./fleet.js";
+import { byOutcome, byTrouble, filtered, isPast, KINDS, keyOf } from "./fleet.js";
 import { HeatMap } from "./heatmap.js";
 
 const AT_ONCE = 100;
-const FIGURES = ["busy", "idle", "stale", "silent", "cc", "contested"];
-const TROUBLE = new Set(["stale", "silent", "cc", "contested"]);
+const FIGURES = ["busy", "idle", "stale", "silent", "detached", "cc", "contested"];
+const TROUBLE = new Set(["stale", "silent", "detached", "cc", "contested"]);
 
 export const cardLink = (card, cvm, label) =>
   h("a", { href: card.uuid ? query({ view: "card", uuid: card.uuid }) : query({ view: "place", vmm: cvm.vmm, vm_id: cvm.vm_id, bdf: card.bdf }), title: card.uuid ?? "known by its place only" }, label ?? h("code", {}, shortUuid(card.uuid ?? card.bdf)));
@@ -40,11 +40,14 @@ function sparkline(line) {
 
 export const utilization = (value) => (value === null ? percent(value) : [h("meter", { min: "0", max: "100", value: String(value), "aria-hidden": "true" }), h("span", { class: "percent" }, percent(value))]);
 
+/** Of a card whose values are past without a bar, and with their age. */
+const utilizationOf = (card) => (isPast(card) && card.utilization_gpu !== null ? `${percent(card.utilization_gpu)}, ${span(card.age_s)} ago` : utilization(card.utilization_gpu));
+
 // Key, head, whether it is a number, what it is sorted by, what is shown.
 const COLUMNS = [
   ["state", "State", false, (card) => card.state, (card) => state(card.state)],
   ["card", "Card", false, (card) => card.uuid, (card) => cardLink(card, card.cvm)],
-  ["utilization", "Utilization", true, (card) => card.utilization_gpu, (card) => utilization(card.utilization_gpu)],
+  ["utilization", "Utilization", true, (card) => card.utilization_gpu, utilizationOf],
   ["day", "Last day", false, (card) => mean(card.line), (card) => sparkline(card.line)],
   ["cvm", "CVM", false, (card) => card.cvm.vm_name ?? card.cvm.vm_id, (card) => cvmLink(card.cvm)],
   ["host", "Host", false, (card) => card.cvm.vmm, (card) => card.cvm.vmm],
@@ -175,8 +178,8 @@ export class Overview {
 
   row(card) {
     const key = keyOf(card);
-    const { cvm, age_s: _, ...own } = card;
-    const said = JSON.stringify([own, cvm.vm_name, cvm.vmm, cvm.vm_id, cvm.app_id, cvm.cc_enabled, cvm.cc_ready]);
+    const { cvm, age_s: age, ...own } = card;
+    const said = JSON.stringify([own, isPast(card) && span(age), cvm.vm_name, cvm.vmm, cvm.vm_id, cvm.app_id, cvm.cc_enabled, cvm.cc_ready]);
     let known = this.rows.get(key);
     if (!known) {
       known = { row: h("tr", {}, COLUMNS.map(([name, , numeric]) => h("td", { class: numeric ? "n" : NAMES.has(name) ? "name" : null }))), said: "" };
@@ -184,6 +187,7 @@ export class Overview {
     }
     if (known.said !== said) {
       known.said = said;
+      known.row.classList.toggle("past", isPast(card));
       COLUMNS.forEach(([, , , , cell], index) => {
         const place = known.row.children[index], focused = place.contains(document.activeElement);
         place.replaceChildren(...[cell(card)].flat());
@@ -197,14 +201,13 @@ export class Overview {
 
   showCvms(cvms, asked) {
     const found = cvms.filter((cvm) => (!asked.host || cvm.vmm === asked.host));
-    const fine = (cvm) => cvm.outcome === "ok" || cvm.outcome === "no_gpu";
-    const ordered = [...found.filter((cvm) => !fine(cvm)), ...found.filter(fine)].slice(0, this.cvmsShown);
+    const ordered = byOutcome(found).slice(0, this.cvmsShown);
     const said = JSON.stringify([ordered.map(({ cards: _, until: __, ...cvm }) => cvm), found.length]);
     if (said === this.cvmsSaid) return;
     this.cvmsSaid = said;
     this.cvmCount.hidden = !found.length;
     if (!found.length) return void this.cvms.replaceChildren(h("p", {}, "No CVM has been polled yet."), h("p", { class: "soft" }, "Those of each ", h("code", {}, "--vmm"), " are asked within an interval of the aggregator's start; ", h("code", {}, "gpu-aggregator poll"), " asks at once and says what comes back."));
-    this.cvmCount.textContent = `${ordered.length} of ${found.length} CVMs, those in trouble first`;
+    this.cvmCount.textContent = `${ordered.length} of ${found.length} CVMs, those in trouble first, those that do not run last`;
     const rows = ordered.map((cvm) => h("tr", {}, h("td", {}, state(cvm.outcome)), h("td", { class: "name" }, cvmLink(cvm)), h("td", { class: "name" }, cvm.vmm),
       h("td", { class: "n" }, String(cvm.gpus)), h("td", {}, isoTime(cvm.since)), h("td", {}, cc(cvm)), h("td", {}, text(cvm.schema_status)),
       h("td", {}, appLink(cvm.app_id)), h("td", { class: "wrap" }, cvm.detail ?? "")));

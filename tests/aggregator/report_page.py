@@ -10,7 +10,7 @@ from multidict import MultiDict
 
 from aggregator.parameters import read_parameters
 from aggregator.reports import Report, reports, run_report
-from aggregator.reports.display import as_table
+from aggregator.reports.display import WIDTH, as_table
 from aggregator.store import Reading, Store
 from gpuwire.access import EVERYTHING
 from tests.aggregator.story import END_MS, tell
@@ -39,9 +39,9 @@ psql or sqlite3. A read-only role is enough ([operations.md](operations.md#roles
 
 Time is real time. A sample speaks for the time since the one before it in its stay, at most until a card without news
 is stale (`--stale-after`); the rest is unknown, and never taken for idle. What is empty is not known, a 0 is one. What
-came late counts once it is rolled up. Tables shorten names and ids where they would be wider than a terminal, and round
-figures, so that parts still add up to their sum; CSV and JSON have all of both. Rows of one report add up to the same,
-whatever a row is."""
+came late counts once it is rolled up. On a terminal a table shortens names and ids to fit 100 columns; in a pipe or a
+file they are whole. Tables round figures, so that parts still add up to their sum; CSV and JSON have all of both. Rows
+of one report add up to the same, whatever a row is."""
 
 # What the tables are asked with.
 _ASKED = {"utilization": [["by=gpu"], ["by=day", "time_zone=Europe/Berlin"]], "energy": [["by=app"]]}
@@ -72,7 +72,7 @@ def _example(reading: Reading, report: Report, words: list[str]) -> list[str]:
     ]
     command = " ".join(["gpu-aggregator report", report.name, "--since 38h", *flags])
     found = run_report(reading, report, asked, EVERYTHING, END_MS)
-    return ["```text", f"$ {command}", as_table(report, found, asked.time_zone), "```"]
+    return ["```text", f"$ {command}", as_table(report, found, asked.time_zone, WIDTH), "```"]
 
 
 def _parameters(report: Report) -> list[str]:

@@ -19,7 +19,7 @@ from yarl import URL
 
 from aggregator import parameters, replies
 from aggregator.answers import Answer
-from aggregator.api import THREADS, Api, accepts_gzip
+from aggregator.api import EXPORTS, QUESTIONS, Api, accepts_gzip
 from aggregator.errors import QueryTooSlow
 from aggregator.heatmap import choose_step
 from aggregator.parameters import rfc3339
@@ -490,16 +490,29 @@ async def test_a_question_that_takes_too_long_is_refused_as_that(store: Store) -
         reading.tuples(text("SELECT 1"))
 
 
+async def test_an_export_waits_for_no_question(filled: Store) -> None:
+    app = web.Application()
+    Api(filled, routes=(ENDLESS, *ROUTES), limit_s=5, wait_s=0.2).mount(app)
+    async with TestClient(TestServer(app)) as client:
+        whole = await (await client.get("/api/v1/export?start=0")).read()
+        busy = [asyncio.create_task(client.get("/api/v1/endless")) for _ in range(QUESTIONS)]
+        await asyncio.sleep(0.1)
+        exports = await asyncio.gather(*(client.get("/api/v1/export?start=0") for _ in range(EXPORTS)))
+        assert [await one.read() for one in exports] == [whole] * EXPORTS
+        assert not any(one.done() for one in busy)
+        assert [(await one).status for one in busy] == [504] * QUESTIONS
+
+
 async def test_who_waits_too_long_for_a_turn_is_told_to_come_back(store: Store) -> None:
     app = web.Application()
     Api(store, routes=(ENDLESS, *ROUTES), limit_s=1.5, wait_s=0.2).mount(app)
     async with TestClient(TestServer(app)) as client:
-        busy = [asyncio.create_task(client.get("/api/v1/endless")) for _ in range(THREADS)]
+        busy = [asyncio.create_task(client.get("/api/v1/endless")) for _ in range(QUESTIONS)]
         await asyncio.sleep(0.3)
         async with client.get("/api/v1/gpus") as reply:
             problem = await reply.json(content_type="application/problem+json")
             assert (reply.status, problem["code"], reply.headers["Retry-After"]) == (503, "saturated", "5")
-        assert [(await one).status for one in busy] == [504] * THREADS
+        assert [(await one).status for one in busy] == [504] * QUESTIONS
         async with client.get("/api/v1/gpus") as reply:
             assert reply.status == 200
 

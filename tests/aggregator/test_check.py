@@ -40,7 +40,7 @@ from aggregator.views import view_queries
 from gpuwire.errors import StartError
 from tests.aggregator.test_migrations import upgrade_to
 from tests.aggregator.test_store import DEVICE, S, ask, poll, polls_of, sample
-from tests.processes import run_program
+from tests.processes import free_port, run_program
 
 
 @pytest.fixture
@@ -414,7 +414,8 @@ def test_schema_that_can_take_no_rows_is_refused_in_one_line_by_all(
 ) -> None:
     execute(engine, statement)
     line = f"was altered: {lost}"
-    done = run_program("gpu-aggregator", "serve", "--db", database_url, "--vmm", "unix:/run/nobody.sock")
+    flags = ["--db", database_url, "--vmm", "unix:/run/nobody.sock", "--listen", f"127.0.0.1:{free_port()}"]
+    done = run_program("gpu-aggregator", "serve", *flags)
     assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
     assert line in done.stderr
     assert done.stderr.endswith("; undo that or restore a backup\n")

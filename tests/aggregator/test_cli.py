@@ -13,7 +13,9 @@ from pathlib import Path
 import pytest
 from aiohttp import web
 
+from gpuwire.address import TcpAddress
 from gpuwire.device import GpuDevice, GpuSnapshot
+from gpuwire.transport import listen_socket
 from tests.fakes.vmm import FakeVmm, Guest, body_of, running_vm
 from tests.needs import program_or_skip
 from tests.processes import free_port, program, run_program
@@ -63,6 +65,8 @@ ANY_VMM = ["--vmm", "unix:/run/nobody.sock"]
 def test_a_wrong_setting_is_one_line_and_exit_2(tmp_path: Path, arguments: list[str], error: str) -> None:
     if "--db" not in arguments:
         arguments = [*arguments, "--db", f"sqlite:///{tmp_path}/h.db"]
+    if "--listen" not in arguments:
+        arguments = [*arguments, "--listen", f"127.0.0.1:{free_port()}"]
     result = run_program("gpu-aggregator", "serve", *arguments)
 
     assert (result.returncode, result.stdout) == (2, "")
@@ -70,6 +74,25 @@ def test_a_wrong_setting_is_one_line_and_exit_2(tmp_path: Path, arguments: list[
     assert len(result.stderr.splitlines()) == 1
     assert "secret" not in result.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("more", [[], ["--upgrade"]])
+def test_a_port_that_is_taken_changes_no_database(short_dir: Path, more: list[str]) -> None:
+    with listen_socket(TcpAddress("127.0.0.1", 0)) as taken:
+        listen = f"127.0.0.1:{taken.getsockname()[1]}"
+        flags = [*ANY_VMM, "--db", f"sqlite:///{short_dir}/h.db", "--listen", listen, *more]
+        result = run_program("gpu-aggregator", "serve", *flags)
+
+    assert (result.returncode, result.stderr) == (2, f"error: cannot listen on {listen}: address already in use\n")
+    assert list(short_dir.iterdir()) == []
+
+
+def test_a_database_that_cannot_be_used_leaves_no_socket(short_dir: Path) -> None:
+    flags = [*ANY_VMM, "--db", f"sqlite:///{short_dir}/none/h.db", "--listen", f"unix:{short_dir}/page.sock"]
+    result = run_program("gpu-aggregator", "serve", *flags)
+
+    assert (result.returncode, "there is no folder" in result.stderr) == (2, True)
+    assert list(short_dir.iterdir()) == []
 
 
 async def run_poll(*arguments: str) -> tuple[int | None, str, str]:
@@ -95,7 +118,7 @@ async def test_poll_prints_a_line_a_cvm_and_exits_0_when_all_answered(short_dir:
         ["VMM", "VM", "NAME", "OUTCOME", "GPUS", "DETAIL"],
         ["host-1", "vm-1", "name of vm-1", "ok", "1"],
         ["host-1", "vm-2", "name of vm-2", "no_gpu", "0"],
-        ["host-1", "vm-3", "name of vm-3", "nvml_error", "0", "NVIDIA driver is not loaded"],
+        ["host-1", "vm-3", "name of vm-3", "nvml_error", "-", "NVIDIA driver is not loaded"],
     ]
 
 
@@ -107,8 +130,42 @@ async def test_poll_exits_1_when_one_did_not_answer_and_names_a_vmm_that_is_away
 
     report = json.loads(out)
     assert status == 1
-    assert {cvm["vm_id"]: cvm["outcome"] for cvm in report["cvms"]} == {"vm-1": "no_gpu", "vm-2": "timeout"}
+    found = {cvm["vm_id"]: (cvm["outcome"], cvm["gpus"]) for cvm in report["cvms"]}
+    assert found == {"vm-1": ("no_gpu", []), "vm-2": ("timeout", None)}
     assert list(report["vmms_unreachable"]) == ["away"]
+
+
+async def test_where_a_cvm_did_not_say_which_cards_it_has_there_is_a_dash(short_dir: Path) -> None:
+    guests = [
+        Guest(running_vm("vm-1"), status=504, headers={}),
+        Guest(running_vm("vm-2"), status=409, headers={}),
+        Guest(running_vm("vm-3"), body=lambda: b"\xff"),
+    ]
+    arguments = ["--db", f"sqlite:///{short_dir}/h.db", "--vmm", f"host-1=unix:{short_dir}/vmm.sock"]
+    async with FakeVmm(guests).serving(short_dir / "vmm.sock"):
+        _, out, _ = await run_poll(*arguments)
+    _, away, _ = await run_poll(*arguments)
+
+    told = [re.split(r"\s{2,}", line)[3:5] for line in out.splitlines()[1:]]
+    assert told == [["timeout", "-"], ["schema_mismatch", "-"], ["bad_reply", "-"]]
+    assert [re.split(r"\s{2,}", line)[3:5] for line in away.splitlines()[1:]] == [["vmm_unreachable", "-"]] * 4
+
+
+async def test_one_file_is_for_serve_and_the_other_commands(short_dir: Path) -> None:
+    config, vmm = short_dir / "aggregator.toml", f"unix:{short_dir}/vmm.sock"
+    config.write_text(
+        f'db = "sqlite:///{short_dir}/h.db"\nvmm = ["{vmm}"]\nlisten = "127.0.0.1:1"\nretention_raw = "2d"\nupgrade = true\n'
+    )
+    async with FakeVmm([Guest(running_vm("vm-1"))]).serving(short_dir / "vmm.sock"):
+        status, out, _ = await run_poll("--config", str(config))
+    assert (status, len(out.splitlines())) == (0, 2)
+    assert run_program("gpu-aggregator", "report", "schema", "--config", str(config)).returncode == 0
+    assert run_program("gpu-aggregator", "db", "check", "--config", str(config)).returncode == 0
+
+    config.write_text("retention_row = '2d'\n")
+    refused = run_program("gpu-aggregator", "db", "check", "--config", str(config))
+    assert (refused.returncode, len(refused.stderr.splitlines())) == (2, 1)
+    assert "unknown key 'retention_row'; known are " in refused.stderr
 
 
 async def test_poll_names_what_it_cannot_ask_and_exits_1(short_dir: Path) -> None:

@@ -92,17 +92,62 @@ def test_figures_count_each_card_as_what_it_is() -> None:
     cards = [card("ok", 6), card("ok", 5), card("ok", 0, False), card("ok", None), card("stale", 90), card("silent", 90)]
     cards += [card("contested", 1), card("detached", 90, False)]
     found = {name: count for name, count, _ in figures(cards)}
-    assert found == {"cards": 7, "busy": 1, "idle": 2, "stale": 1, "silent": 1, "CC not ready": 1, "contested": 1}
-    assert [name for name, _, trouble in figures(cards) if trouble] == ["stale", "silent", "CC not ready", "contested"]
+    assert found == {
+        "cards": 7,
+        "busy": 1,
+        "idle": 2,
+        "stale": 1,
+        "silent": 1,
+        "detached": 1,
+        "CC not ready": 1,
+        "contested": 1,
+    }
+    troubled = [name for name, _, trouble in figures(cards) if trouble]
+    assert troubled == ["stale", "silent", "detached", "CC not ready", "contested"]
     assert not any(trouble for _, _, trouble in figures([card("ok", 50)]))
 
 
 def test_cards_in_trouble_are_among_the_first() -> None:
     fine = [{**CARD, "uuid": f"GPU-{number}"} for number in range(SHOWN_AT_FIRST)]
-    last = [{**CARD, "uuid": "GPU-gone", "state": "detached"}, {**CARD, "uuid": "GPU-mute", "state": "silent"}]
+    last = [{**CARD, "uuid": "GPU-mute", "state": "silent"}, {**CARD, "uuid": "GPU-gone", "state": "detached"}]
     page = render_fleet([*fine, *last], [CVM], now_ms=NOW_MS)
-    assert page.index("GPU-mute") < page.index("GPU-0")
-    assert "GPU-gone" not in page
+    assert page.index("GPU-gone") < page.index("GPU-mute") < page.index("GPU-0")
+
+
+def test_silent_cards_of_a_cvm_that_its_vmm_stopped_are_no_trouble_and_last() -> None:
+    stopped, other = {**CARD, "vm_id": "stopped", "state": "silent", "uuid": "GPU-off"}, {**CARD, "uuid": "GPU-on"}
+    cvms = [{**CVM, "vm_id": "stopped", "outcome": "not_running"}, CVM]
+    page = render_fleet([stopped, other], cvms, now_ms=NOW_MS)
+    assert "<b>0</b><span>silent</span>" in page
+    assert page.index("GPU-on") < page.index("GPU-off")
+    assert '<span class="neutral">stopped</span>' in page
+    assert '<span class="neutral">not_running</span>' in page
+    assert "not-ok" not in page
+    elsewhere = render_fleet([stopped, other], [{**cvms[0], "app_id": "of an id before"}, CVM], now_ms=NOW_MS)
+    assert "<b>1</b><span>silent</span>" in elsewhere
+
+
+def test_cvms_in_trouble_come_first_and_those_that_do_not_run_last_the_newest_of_them_first() -> None:
+    outcomes = ["not_running", "not_running", "ok", "timeout", "no_gpu", "vmm_unreachable"]
+    cvms = [
+        {**CVM, "vm_name": f"{outcome} {number}.", "outcome": outcome, "since_ms": NOW_MS + number}
+        for number, outcome in enumerate(outcomes)
+    ]
+    page = render_fleet([CARD], cvms, now_ms=NOW_MS)
+    assert re.findall(r"\w+ \d(?=\.)", page) == [
+        *("vmm_unreachable 5", "timeout 3", "ok 2", "no_gpu 4", "not_running 1", "not_running 0")
+    ]
+    many = [{**cvms[0], "vm_id": f"off-{number}"} for number in range(SHOWN_AT_FIRST)]
+    assert "timeout 3." in render_fleet([CARD], [*many, cvms[3]], now_ms=NOW_MS)
+
+
+@pytest.mark.parametrize("state", ["silent", "stale", "detached"])
+def test_a_value_of_before_is_shown_as_one_of_before(state: str) -> None:
+    old = {**CARD, "state": state, "utilization_gpu": 70, "sampled_at_ms": NOW_MS - 300_000}
+    page = render_fleet([old, {**CARD, "utilization_gpu": 60}], [CVM], now_ms=NOW_MS)
+    assert page.count('<tr class="past">') == 1
+    assert ">70 %, 5 min ago<" in page
+    assert ">60 %<" in page
 
 
 def test_the_first_view_has_as_many_rows_as_one_looks_at_and_cvms_in_trouble_first() -> None:

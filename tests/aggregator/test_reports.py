@@ -13,7 +13,7 @@ import shutil
 import subprocess
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
@@ -38,7 +38,7 @@ from gpuwire.placement import HostAddress
 from tests.aggregator import fleets
 from tests.aggregator.fleets import ask_database, forget_samples, roll_up
 from tests.postgres import wheel_programs
-from tests.processes import run_program
+from tests.processes import program, run_program
 
 S, M, H, DAY = 1000, 60_000, 3_600_000, 86_400_000
 T0 = 1_790_000_000_000 // DAY * DAY  # midnight, UTC
@@ -412,6 +412,9 @@ def test_guests_are_listed_by_schema_those_to_be_upgraded_first(store: Store) ->
         ("vm-2", "unversioned", None, "ok"),
         ("vm-0", "match", current, "ok"),
     ]
+    store.write([Poll(cvms[1], T0 + at, "schema_mismatch", schema_status="older", guest_schema=older) for at in (M, 2 * M)])
+    (before, *_) = ask(store, "schema", T0 + 3 * M, until=rfc3339(T0 + M))
+    assert before["last_polled"] <= rfc3339(T0 + M), "as of the end of the range"
 
 
 # Against plain Python
@@ -791,22 +794,52 @@ def test_nothing_is_said_to_be_nothing(store: Store) -> None:
         assert "; no data" in lines[1]
 
 
+LONG = Cvm(
+    "rack-1",
+    "3a0f6c52-1f4e-4d2b-8a57-6f2d1c9be001",
+    "trainer-of-the-large-model",
+    "6f2d1c9be0014d2b8a576f2d1c9be0014d2b8a57",
+)
+
+
 def test_tables_fit_a_terminal(store: Store) -> None:
-    long = Cvm(
-        "rack-1",
-        "3a0f6c52-1f4e-4d2b-8a57-6f2d1c9be001",
-        "trainer-of-the-large-model",
-        "6f2d1c9be0014d2b8a576f2d1c9be0014d2b8a57",
-    )
     for at in (T0, *each(T0, T0 + 2 * H)):
         errors = ["power: Not Supported", "temperature: Unknown Error"]
-        store.write([poll(at, 0, 50, cvm=long, used_gib=3, errors=errors, cc_enabled=False, schema_status="older")])
+        store.write([poll(at, 0, 50, cvm=LONG, used_gib=3, errors=errors, cc_enabled=False, schema_status="older")])
     for name, report in reports().items():
         for by in KEYS if "by" in report.parameters else ("",):
             found = run(store, name, T0 + (4 if name == "stale" else 2) * H, **({"by": by} if by else {}))
-            table = as_table(report, found, "UTC").splitlines()[2:]
+            table = as_table(report, found, "UTC", WIDTH).splitlines()[2:]
             assert found.rows, name
             assert max(map(len, table)) <= WIDTH, (name, table)
+            assert "…" not in table[1], "heads are whole"
+
+
+def test_names_are_whole_where_the_output_is_no_terminal(tmp_path: Path) -> None:
+    database_url = f"sqlite:///{tmp_path}/h.db"
+    with closing(Store(database_url)) as store:
+        store.require_current()
+        store.write([poll(T0, 0, 50, cvm=LONG)])
+    placement = ["placement", "--since", rfc3339(T0 - H), "--until", rfc3339(T0 + H)]
+    _, piped, _ = command(database_url, *placement)
+    shown = on_a_terminal(program("gpu-aggregator"), "report", *placement, "--db", database_url)
+
+    assert piped.splitlines()[-1].split()[:5] == [UUID, LONG.vmm, "19:00.0", LONG.vm_id, LONG.vm_name]
+    assert "…" in shown
+    assert max(map(len, shown.splitlines())) <= WIDTH
+
+
+def on_a_terminal(*command: str) -> str:
+    """What is printed there; less than a terminal takes before it is read."""
+    screen, terminal = os.openpty()
+    subprocess.run(command, stdout=terminal, timeout=60, check=True)
+    os.close(terminal)
+    printed = b""
+    with suppress(OSError):  # the end: nobody has it open for writing
+        while more := os.read(screen, 4096):
+            printed += more
+    os.close(screen)
+    return printed.decode()
 
 
 def test_a_setting_may_stand_in_the_environment_or_in_a_file(

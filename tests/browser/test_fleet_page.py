@@ -3,7 +3,6 @@ a token, behind a prefix, with nobody there."""
 
 from __future__ import annotations
 
-import os
 import re
 import sqlite3
 import time
@@ -13,12 +12,13 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Browser, Page, expect
+from playwright.sync_api import Browser, Page, Request, Route, expect
 
+from aggregator.rows import Poll
 from aggregator.store import Store
 from tests.browser.chromium import chromium
 from tests.browser.fleet_server import Fleet, behind_prefix, in_thread, serving
-from tests.browser.fleets import BROKEN, HOSTILE, MOVED, H, M, tell_large, tell_small, uuid
+from tests.browser.fleets import BROKEN, HOSTILE, MOVED, SERVING, TRAINING, H, M, tell_large, tell_small, uuid
 from tests.needs import program_or_skip
 from tests.postgres import PostgresServer
 
@@ -62,16 +62,10 @@ class Watched:
         self.page = page
         self.urls: list[str] = []
         self.problems: list[str] = []
-        self.bytes = 0
         page.on("request", lambda request: self.urls.append(request.url))
-        page.on("requestfinished", lambda request: self._weigh(request.sizes()))
         page.on("pageerror", lambda error: self.problems.append(str(error)))
         page.on("console", lambda message: self.problems.append(message.text) if message.type == "error" else None)
         page.on("dialog", lambda dialog: (self.problems.append(dialog.message), dialog.dismiss()))
-
-    def _weigh(self, sizes: object) -> None:
-        assert isinstance(sizes, dict)
-        self.bytes += sizes["responseBodySize"] + sizes["responseHeadersSize"]
 
     def open(self, url: str) -> Page:
         self.page.goto(url)
@@ -247,7 +241,7 @@ def test_it_renews_itself_without_a_flicker(browser: Browser, fleet: Fleet) -> N
         heat = [url for url in watched.urls[asked:] if "heatmap" in url]
         assert len(heat) == 1
         assert "start=" in heat[0], "of the newest part only"
-        assert len(page.locator(".figures b").all()) == 7
+        assert len(page.locator(".figures b").all()) == 8
 
 
 def test_a_new_sample_shows_up_by_itself(browser: Browser, database: str, tmp_path: Path) -> None:
@@ -270,6 +264,70 @@ def test_what_is_in_trouble_comes_first(browser: Browser, fleet: Fleet) -> None:
         assert column(page, "State") == ["○ silent"] * 2 + ["● ok"] * 13
         assert page.locator("[aria-label=CVMs] tbody td").first.inner_text() == "▲ timeout"
         assert page.locator(".figures .trouble").all_inner_texts() == ["2\nsilent", "2\nCC not ready"]
+
+
+def test_cards_that_fell_off_are_trouble_and_those_of_a_stopped_cvm_are_none(
+    browser: Browser, database: str, tmp_path: Path
+) -> None:
+    copy = tmp_path / "history.db"
+    copy.write_bytes(Path(database.removeprefix("sqlite:///")).read_bytes())
+    url = f"sqlite:///{copy}"
+    fill(url, lambda store, now_ms: store.write([Poll(TRAINING, now_ms, "no_gpu"), Poll(SERVING, now_ms, "not_running")]))
+    with serving(url, tmp_path / "spool") as own, tab(browser) as watched:
+        page = watched.open(own.url)
+        states = ["◇ detached"] * 4 + ["○ silent"] * 2 + ["● ok"] * 6 + ["□ stopped"] * 3
+        assert column(page, "State") == states
+        assert page.locator(".figures .trouble").all_inner_texts() == ["2\nsilent", "4\ndetached", "2\nCC not ready"]
+        for state, value in zip(states, column(page, "Utilization"), strict=True):
+            assert re.fullmatch(r"\d+ %" if state == "● ok" else r"\d+ %, \d+ (s|min|h) ago", value)
+        assert page.locator("[aria-label=Cards] tbody meter").count() == 6
+        colour = "element => getComputedStyle(element).color"
+        numbers = page.locator("[aria-label=Cards] tbody td.n:nth-child(3)")
+        assert numbers.first.evaluate(colour) != numbers.nth(6).evaluate(colour)
+        outcomes = page.locator("[aria-label=CVMs] tbody td:first-child").all_inner_texts()
+        assert (outcomes[0], outcomes[-1]) == ("▲ timeout", "□ not_running")
+        assert set(outcomes[1:-1]) == {"● ok", "● no_gpu"}
+        page.get_by_role("button", name="detached").click()
+        assert set(column(page, "State")) == {"◇ detached"}
+        page.get_by_role("combobox", name="State").select_option("stopped")
+        assert column(page, "CVM") == ["serving"] * 3
+        page.locator("[aria-label=Cards] tbody a").first.click()
+        expect(page.locator(".tiles.past")).to_contain_text("□ stopped")
+        page.get_by_role("link", name="serving").first.click()
+        expect(page.locator("[aria-label=Cards] .past .neutral")).to_have_count(3)
+        expect(page.locator(".strip")).to_contain_text("not_running")
+        assert page.locator(".not-ok, .strip .trouble").count() == 0
+
+
+def test_what_is_old_is_said_to_be_while_an_answer_hangs_and_the_next_question_follows_within_a_minute(
+    browser: Browser, fleet: Fleet
+) -> None:
+    with tab(browser) as watched:
+        page = watched.page
+        page.clock.install()
+        watched.open(fleet.url)
+        fresh = page.locator("#fresh")
+        before = fresh.inner_text()
+        held: list[Route] = []
+
+        def hold(route: Route) -> None:
+            held.append(route)
+
+        page.route("**/heatmap*", hold)
+        with page.expect_request("**/heatmap*"), page.expect_response("**/notices"):
+            page.clock.run_for(16_000)
+        expect(fresh).to_have_text(before)
+        with page.expect_response("**/notices"):
+            page.clock.run_for(16_000)
+        expect(fresh).to_have_text(f"{before}, old")
+        expect(fresh).to_have_class(re.compile("old"))
+        assert len(held) == 1
+        held[0].continue_()
+        expect(fresh).not_to_contain_text("old")
+        expect(fresh).not_to_have_class(re.compile("old"))
+        page.unroute("**/heatmap*")
+        with page.expect_request("**/heatmap*"):
+            page.clock.run_for(61_000)
 
 
 def test_nothing_jumps_when_the_rest_of_the_first_view_comes(browser: Browser, fleet: Fleet) -> None:
@@ -637,34 +695,35 @@ def test_without_javascript_there_is_what_the_server_knows(browser: Browser, fle
     expect(page.get_by_text("15 of 15 cards")).to_be_visible()
     assert page.locator("[aria-label=Cards] tbody tr").count() == 15
     assert HOSTILE in page.locator("[aria-label=CVMs]").inner_text()
+    assert "The heat map needs JavaScript." in page.locator("body").inner_text()
+    expect(page.get_by_text("Loading…")).to_be_hidden()
+    expect(page.locator(".heat-room")).to_be_hidden()
+    page.goto(fleet.url + REPORT)
+    assert "This view needs JavaScript" in page.locator("body").inner_text()
+    expect(page.get_by_text("Loading…")).to_be_hidden()
     context.close()
 
 
 # Large
 
 
-def busy() -> float:
-    """How many times as long things take because others use this machine meanwhile; 1 where nobody does."""
-    return max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
-
-
-def test_a_thousand_cards_are_there_within_a_second_and_weigh_little(browser: Browser, tmp_path: Path) -> None:
+def test_a_thousand_cards_weigh_little(browser: Browser, tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path}/history.db"
     fill(url, lambda store, now_ms: tell_large(store, now_ms, 1000, 15 * M))
-    with serving(url, tmp_path / "spool") as own:
-        paints: list[float] = []
-        while len(paints) < 5 and (not paints or min(paints) > 1000 * busy()):
-            with tab(browser) as watched:
-                page = watched.open(own.url)
-                expect(page.get_by_text("100 of 1000 cards")).to_be_visible()
-                paint = "performance.getEntriesByName('first-contentful-paint')[0].startTime"
-                paints.append(page.evaluate(paint))
-                assert page.locator(".heat-scroll canvas").count() == 1
-                assert watched.bytes < 300_000
-        assert min(paints) < 1000 * busy()
+    with serving(url, tmp_path / "spool") as own, tab(browser) as watched:
+        finished: list[Request] = []
+        watched.page.on("requestfinished", lambda request: finished.append(request))  # noqa: PLW0108 (Playwright marks its handlers)
+        with watched.page.expect_event("requestfinished", lambda request: "heatmap" in request.url):
+            page = watched.open(own.url)
+        expect(page.get_by_text("100 of 1000 cards")).to_be_visible()
+        assert page.locator("tbody tr").count() <= 2 * 100
+        assert page.locator(".heat-scroll canvas").count() == 1
+        sizes = [request.sizes() for request in finished]
+        weight = sum(size["responseBodySize"] + size["responseHeadersSize"] for size in sizes)
+        assert 100_000 < weight < 300_000
 
 
-def test_five_thousand_cards_stay_readable_and_quick(browser: Browser, tmp_path: Path) -> None:
+def test_five_thousand_cards_stay_readable(browser: Browser, tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path}/history.db"
     fill(url, lambda store, now_ms: tell_large(store, now_ms, 5000, H))
     with serving(url, tmp_path / "spool") as own, tab(browser) as watched:
@@ -673,25 +732,19 @@ def test_five_thousand_cards_stay_readable_and_quick(browser: Browser, tmp_path:
         assert page.locator("tbody tr").count() <= 2 * 100
         canvas = page.locator(".heat-scroll canvas")
         assert canvas.evaluate("canvas => canvas.width * canvas.height") < 3_000_000, "no more than is in view"
-        drawing = """async () => {
-          const box = document.querySelector('.heat-scroll');
-          const began = performance.now();
-          for (let turn = 1; turn <= 20; turn++) {
-            box.scrollTop = box.scrollHeight * turn / 20;
-            await new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)));
-          }
-          return (performance.now() - began) / 20;
-        }"""
-        assert page.evaluate(drawing) < 200 * busy(), "ms a screen of it"
-        filtering = """() => {
-          const field = document.querySelector('input[type=search]');
-          const began = performance.now();
-          field.value = 'rack007';
-          field.dispatchEvent(new Event('input'));
-          return performance.now() - began;
-        }"""
-        assert page.evaluate(filtering) < 500 * busy()
+        picture = "canvas => canvas.toDataURL()"
+        top = canvas.evaluate(picture)
+        page.locator(".heat-scroll").evaluate(
+            "async (box) => { box.scrollTop = box.scrollHeight / 2;"
+            " await new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done))); }"
+        )
+        assert canvas.evaluate(picture) != top
+        canvas.focus()
+        page.keyboard.press("ArrowDown")
+        expect(page.locator(".heat output")).to_have_text(re.compile(r"^rack0(38|39|40) · .*: (\d+ %|no data)$"))
+        page.get_by_label("Find").fill("rack007")
         expect(page.get_by_text("64 cards", exact=True)).to_be_visible()
+        expect(canvas).to_have_attribute("aria-label", "Heat map of utilization: 64 cards over the last day")
         page.get_by_label("Find").fill("")
         page.get_by_role("button", name="Show 400 more").click()
         expect(page.get_by_text("500 of 5000 cards")).to_be_visible()

@@ -32,6 +32,10 @@ def test_every_reading_is_one_that_a_card_can_give(card: Card) -> None:
         assert 60_000 <= int(found["power"][0]) <= 700_000
 
 
+def test_cards_differ_in_the_part_of_their_uuid_that_narrow_tables_show() -> None:
+    assert len({card.uuid.split("-")[1] for card in (*TRAINING, *SERVING, *RESEARCH)}) == 5
+
+
 def test_the_first_seconds_show_a_busy_card() -> None:
     assert all(int(readings(TRAINING[1], second)["utilization"][0]) > 0 for second in range(20))
 

@@ -74,6 +74,10 @@ def test_the_demo_shows_live_figures_and_ends_on_ctrl_c(demo: tuple[subprocess.P
     page = urllib.request.urlopen(page_url[0]).read().decode()
     assert "Simulated cards, not real ones, in:" in page
     assert "serving (simulated)" in page
+    assert "choose 1h" in page
+    card = re.search(r"one card's history {2}(http://.*)/\?view=card&uuid=(GPU-\S+)&range=1h\n", printed)
+    assert card is not None
+    assert urllib.request.urlopen(f"{card[1]}/api/v1/gpus?uuid={card[2]}").status == 200
 
     sql = re.search(r"history in SQL {2}(.*)", printed)
     assert sql is not None

@@ -158,15 +158,38 @@ class Environment:
     def program(self, name: str) -> str:
         return str(self.folder / "bin" / name)
 
-    def run(self, name: str, *arguments: str, **environment: str) -> str:
+    def run(self, name: str, *arguments: str, status: int = 0, **environment: str) -> str:
         command, environment = [self.program(name), *arguments], {**os.environ, **environment}
-        done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, timeout=60, check=True)
+        done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, timeout=60, check=False)
+        assert done.returncode == status
         return done.stdout
+
+
+@pytest.fixture(scope="module")
+def bare(wheel: Path, metadata: Metadata, tmp_path_factory: pytest.TempPathFactory) -> Environment:
+    """The wheel without any extra."""
+    environment = Environment(
+        tmp_path_factory.mktemp("bare") / "venv", wheel, [str(one) for one in metadata.requires_dist or []]
+    )
+    environment.install()
+    return environment
 
 
 @pytest.fixture
 def environment(wheel: Path, metadata: Metadata, short_dir: Path) -> Environment:
     return Environment(short_dir / "venv", wheel, [str(one) for one in metadata.requires_dist or []])
+
+
+@pytest.mark.parametrize(
+    ("program", "extra"), [("gpu-guest-agent", "agent"), ("gpu-host-proxy", "proxy"), ("gpu-aggregator", "aggregator")]
+)
+def test_without_its_extra_a_program_names_it_in_one_line(program: str, extra: str, bare: Environment) -> None:
+    done = subprocess.run([bare.program(program), "--version"], capture_output=True, text=True, timeout=60, check=False)
+
+    assert (done.returncode, done.stdout) == (2, "")
+    assert re.fullmatch(rf"error: \w+ is not installed; run: pip install 'cvm-gpu-telemetry\[{extra}\]'\n", done.stderr), (
+        done.stderr
+    )
 
 
 def fetch(url: str) -> str:
@@ -196,7 +219,7 @@ def test_the_proxy_runs_from_its_extra_alone(environment: Environment, short_dir
     listen, vms = f"127.0.0.1:{free_port()}", ["--vms", f"{short_dir}/vms.toml"]
     flags = ["--listen", listen, "--grpc", f"unix:{short_dir}/grpc.sock", *vms]
 
-    assert "vm-1" in environment.run("gpu-host-proxy", "vms", *vms)
+    assert "vm-1" in environment.run("gpu-host-proxy", "vms", *vms, status=1), "its agent is away"
     with running(environment.program("gpu-host-proxy"), flags, short_dir / "log"):
         assert "vm-1" in fetch(f"http://{listen}/prpc/Status?json")
         assert "# HELP" in fetch(f"http://{listen}/metrics")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -21,12 +22,31 @@ UNITS = ROOT / "deploy/systemd"
 def test_the_units_are_sound(tmp_path: Path) -> None:
     analyze = program_or_skip("systemd-analyze")
     for unit in UNITS.iterdir():
-        text = unit.read_text()
-        (tmp_path / unit.name).write_text(text.replace("/usr/bin/gpu-", f"{Path(sys.executable).parent}/gpu-"))
+        (tmp_path / unit.name).write_text(with_programs_of_this_environment(unit.read_text()))
     units = sorted(str(unit) for unit in tmp_path.iterdir())
     done = subprocess.run([analyze, "verify", *units], capture_output=True, text=True, check=False)
 
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_the_drop_ins_of_the_docs_are_sound(tmp_path: Path) -> None:
+    analyze = program_or_skip("systemd-analyze")
+    text = (ROOT / "docs/dstack.md").read_text()
+    drop_ins = re.findall(r"^```ini\n# /etc/systemd/system/(\S+)\.d/(\S+)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    assert len(drop_ins) == text.count("```ini\n") > 0
+    for unit in {unit for unit, _, _ in drop_ins} | {"gpu-guest-agent.service", "gpu-guest-agent.socket"}:
+        (tmp_path / unit).write_text(with_programs_of_this_environment((UNITS / unit).read_text()))
+    for unit, name, content in drop_ins:
+        (tmp_path / f"{unit}.d").mkdir(exist_ok=True)
+        (tmp_path / f"{unit}.d" / name).write_text(with_programs_of_this_environment(content))
+    units = sorted(str(path) for path in tmp_path.iterdir() if path.is_file())
+    done = subprocess.run([analyze, "verify", *units], capture_output=True, text=True, check=False)
+
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def with_programs_of_this_environment(unit: str) -> str:
+    return unit.replace("/usr/bin/gpu-", f"{Path(sys.executable).parent}/gpu-")
 
 
 @pytest.mark.parametrize("name", ["gpu-guest-agent", "gpu-host-proxy", "gpu-aggregator"])

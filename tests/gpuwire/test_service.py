@@ -63,6 +63,12 @@ def cli(settings: dict[str, Any]) -> click.Group:
             raise StartError("cannot listen on unix:/a: address\nalready in use")
         settings.update(flags)
 
+    @service.command(cli, "look", env="DOOR")
+    @click.argument("place", required=False)
+    @click.option("--wide", is_flag=True)
+    def look(**flags: Any) -> None:
+        settings.update(flags)
+
     return cli
 
 
@@ -182,6 +188,11 @@ def test_every_kind_of_setting_can_be_in_the_file(run: Run) -> None:
     assert logging.getLogger().level == logging.WARNING
 
 
+def test_one_file_is_for_all_commands_of_a_program(run: Run) -> None:
+    assert run(toml="wide = true\nmax_reply = 20")["max_reply"] == 20
+    assert "wide" not in run(toml="wide = 'of a kind that another command may know'")
+
+
 def test_a_repeated_setting_is_a_list_in_each_source_and_the_winner_replaces_the_others(run: Run) -> None:
     both = (TcpAddress("a", 1), TcpAddress("b", 2))
     assert run(toml='peer = ["a:1", "b:2"]')["peer"] == both
@@ -202,6 +213,7 @@ def test_the_environment_names_the_file_too(run: Run, tmp_path: Path) -> None:
         ("max-reply = 1", ["'max-reply'", "max_reply"]),
         ("config = 'x'", ["'config'"]),
         ("[serve]\nmax_reply = 1", ["'serve'"]),
+        ("place = 'x'", ["'place'", "upgrade, wide"]),
         ("max_reply = '1'", ["'max_reply'", "a whole number", "'1'"]),
         ("max_reply = 1.5", ["'max_reply'", "a whole number", "1.5"]),
         ("max_reply = true", ["'max_reply'", "a whole number", "True"]),

@@ -20,7 +20,7 @@ SECRET = "a-secret-token"
 
 @pytest.fixture
 def config(short_dir: Path) -> Path:
-    (short_dir / "vms.toml").write_text("")
+    (short_dir / "vms.toml").write_text("vm = []")
     (short_dir / "tokens").write_text(f"# of the monitoring\n{SECRET}\nanother\n")
     return short_dir
 

@@ -34,7 +34,7 @@ from tests.processes import run_program, running
     ],
 )
 def test_a_wrong_setting_is_one_line_and_exit_2(short_dir: Path, listen: str, vms: str, more: list[str], error: str) -> None:
-    (short_dir / "vms.toml").write_text(vms)
+    (short_dir / "vms.toml").write_text(vms or "vm = []")
     (short_dir / "file").write_text("mine")
     (short_dir / "empty").write_text("# nothing\n")
     flags = ["--listen", listen, "--vms", "{folder}/vms.toml", *more]
@@ -48,7 +48,7 @@ def test_a_wrong_setting_is_one_line_and_exit_2(short_dir: Path, listen: str, vm
 
 
 def test_a_second_proxy_on_one_socket_is_refused_and_the_first_goes_on(short_dir: Path) -> None:
-    (short_dir / "vms.toml").write_text("")
+    (short_dir / "vms.toml").write_text("vm = []")
     flags = ["--listen", f"unix:{short_dir}/p.sock", "--vms", f"{short_dir}/vms.toml"]
     with running("gpu-host-proxy", flags, short_dir / "log"):
         second = run_program("gpu-host-proxy", "serve", *flags)
@@ -59,11 +59,24 @@ def test_a_second_proxy_on_one_socket_is_refused_and_the_first_goes_on(short_dir
 
 
 def test_settings_come_from_a_file_too(short_dir: Path) -> None:
-    (short_dir / "vms.toml").write_text("")
+    (short_dir / "vms.toml").write_text("vm = []")
     config = short_dir / "proxy.toml"
     config.write_text(f'listen = ["unix:{short_dir}/p.sock"]\nvms = "{short_dir}/vms.toml"\nguest_timeout = 3\n')
     with running("gpu-host-proxy", ["--config", str(config)], short_dir / "log"):
         assert (short_dir / "p.sock").exists()
+
+
+def test_one_file_is_for_serve_and_vms(short_dir: Path) -> None:
+    (short_dir / "vms.toml").write_text("vm = []")
+    config = short_dir / "proxy.toml"
+    config.write_text(f'listen = ["unix:{short_dir}/p.sock"]\nvms = "{short_dir}/vms.toml"\nguest_timeout = 3\n')
+    listed = run_program("gpu-host-proxy", "vms", "--config", str(config))
+    assert (listed.returncode, listed.stderr, len(listed.stdout.splitlines())) == (0, "", 1)
+
+    config.write_text(f'listne = ["unix:{short_dir}/p.sock"]\nvms = "{short_dir}/vms.toml"\n')
+    refused = run_program("gpu-host-proxy", "vms", "--config", str(config))
+    assert (refused.returncode, len(refused.stderr.splitlines())) == (2, 1)
+    assert "unknown key 'listne'; known are grpc, guest_port, guest_timeout, json, listen, " in refused.stderr
 
 
 def test_without_a_source_nothing_is_served() -> None:
@@ -80,7 +93,7 @@ def test_help_says_what_one_wants_in_front_of_a_dstack_vmm() -> None:
 
 
 def test_the_socket_has_the_mode_that_was_asked_for(short_dir: Path) -> None:
-    (short_dir / "vms.toml").write_text("")
+    (short_dir / "vms.toml").write_text("vm = []")
     flags = ["--listen", f"unix:{short_dir}/p.sock", "--grpc", f"unix:{short_dir}/g.sock", "--vms", f"{short_dir}/vms.toml"]
     with running("gpu-host-proxy", [*flags, "--socket-mode", "0600"], short_dir / "log"):
         modes = [(short_dir / name).stat().st_mode & 0o777 for name in ("p.sock", "g.sock")]

@@ -15,9 +15,11 @@ from yarl import URL
 
 from gpuwire.address import UnixAddress
 from gpuwire.bdf import Bdf
+from gpuwire.errors import Unreachable
 from gpuwire.pb.vmm_pb2 import AttachedGpu, Id, VmInfo
 from gpuwire.placement import AttachedCard
 from gpuwire.schema import Unversioned
+from gpuwire.vmm_list import list_vms
 from host_proxy.upstream import REFRESH_S, Upstream, vm_of
 from host_proxy.vms import Vm
 from tests.fakes.unix_server import serving
@@ -204,6 +206,20 @@ async def test_a_vmm_that_is_away_keeps_its_vms_and_says_so(proxy: Proxy, short_
     assert (await proxy.call("/prpc/Status?json", b"{}"))[0] == 502
     assert (await proxy.call("/sd", http_method="GET"))[0] == 503
     assert (await proxy.call("/guest/GpuInfo?id=vm-1", http_method="GET"))[:2] == (200, b"guest 1")
+
+
+async def test_a_vmm_that_is_away_behind_a_proxy_is_unreachable_and_no_fault_of_a_guest(proxy: Proxy) -> None:
+    await proxy.start(upstream=upstream(proxy))
+
+    async def ask(request: bytes) -> tuple[int, bytes]:
+        status, body, _ = await proxy.call("/prpc/Status", request)
+        return status, body
+
+    with pytest.raises(Unreachable) as away:
+        await list_vms(ask, "host-1:9400")
+    assert str(away.value) == (
+        f"{Unreachable()}: host-1:9400: Status answered 502: unix:{proxy.folder}/upstream.sock: No such file or directory"
+    )
 
 
 @pytest.mark.parametrize(

@@ -148,6 +148,21 @@ def test_a_file_that_is_broken_at_the_start_is_named(tmp_path: Path) -> None:
         VmsFile(path)
 
 
+def test_a_file_that_is_empty_at_the_start_is_a_problem_until_it_has_content(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "vms.toml"
+    path.write_text(" \n")
+    with caplog.at_level(logging.WARNING):
+        vms = VmsFile(path)
+        assert vms.current() == {}
+    assert vms.problem == f"{path}: it is empty; a host without VMs is: vm = []"
+    assert [record.levelno for record in caplog.records] == [logging.WARNING]
+
+    rewrite(path, "vm = []")
+    assert (vms.current(), vms.problem) == ({}, "")
+
+
 def test_a_pipe_in_the_files_place_hangs_nothing(tmp_path: Path) -> None:
     path = tmp_path / "vms.toml"
     path.write_text(GOOD)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -40,6 +41,7 @@ def test_scrape_configurations_are_sound(tmp_path: Path) -> None:
     documents = [Document(doc, doc.read_text()) for doc in DOCS]
     blocks = [block for doc in documents for language, block in doc.blocks if language == "yaml" and "scrape_configs:" in block]
     assert blocks
+    shutil.copy(ROOT / "deploy/prometheus/gpu-fleet.rules.yml", tmp_path)
     for block in blocks:
         (tmp_path / "prometheus.yml").write_text(block)
         command = [program_or_skip("promtool"), "check", "config", str(tmp_path / "prometheus.yml")]

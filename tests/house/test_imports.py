@@ -21,7 +21,7 @@ SERVICES = ("guest_agent", "host_proxy", "aggregator")
 OURS = (*SERVICES, "gpuwire")
 
 # Everything else in gpuwire takes values and returns values.
-EDGES = {"gpuwire.access", "gpuwire.listener", "gpuwire.transport", "gpuwire.service", "gpuwire.http_client"}
+EDGES = {"gpuwire.access", "gpuwire.entry", "gpuwire.listener", "gpuwire.transport", "gpuwire.service", "gpuwire.http_client"}
 EDGE_LIBRARIES = {"aiohttp", "asyncio", "click", "httptools", "selectors", "signal", "socket", "ssl", "subprocess", "threading"}
 
 # Importing ctypes has imported os already: it costs a sample nothing.

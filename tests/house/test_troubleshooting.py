@@ -8,17 +8,25 @@ the functions in SAYING return."""
 from __future__ import annotations
 
 import ast
+import asyncio
+import inspect
 import os
 import re
-from collections.abc import Iterator
+import socket
+import sqlite3
+import tomllib
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from functools import cache
 from itertools import product
 from pathlib import Path
 
+import click
 import pytest
+from psycopg import _conninfo_attempts
 
 from aggregator import outcome
+from aggregator.__main__ import cli as aggregator_cli
 from aggregator.__main__ import poll_and_store
 from aggregator.app import html_response
 from aggregator.parameters import STATES
@@ -28,7 +36,9 @@ from aggregator.spool import Spool
 from gpuwire.address import UnixAddress
 from gpuwire.device import GpuSnapshot
 from gpuwire.schema import CURRENT, Policy, Schema, Unversioned, judge
+from host_proxy.__main__ import cli as proxy_cli
 from tests.fakes.vmm import FakeVmm, Guest, body_of, running_vm
+from tests.processes import free_port
 
 ROOT = Path(__file__).parents[2]
 TROUBLESHOOTING = ROOT / "docs/troubleshooting.md"
@@ -62,6 +72,8 @@ LEAST_LETTERS = 5
 TOKEN, COMPOSE = "a-token-of-the-vmm", b"services: {app: {image: secret}}"
 
 HEADING = re.compile(r"#{2,4} (.*)")
+# What is not said by us is not in our source: its entries are held against the libraries themselves.
+LIBRARIES = re.compile(r"^### From the libraries$.*?(?=^##)", re.MULTILINE | re.DOTALL)
 
 
 # What the document has
@@ -69,14 +81,16 @@ HEADING = re.compile(r"#{2,4} (.*)")
 
 @cache
 def entries() -> tuple[str, ...]:
-    """In the order of the document. The first section, which says where to go, has none."""
-    found = []
-    for section in TROUBLESHOOTING.read_text().split("\n## ")[2:]:
-        for line in ("## " + section).splitlines():
-            heading = HEADING.fullmatch(line)
-            cell = heading[1] if heading else re.split(r"(?<!\\)\|", line)[1] if line.startswith("|") else ""
-            found += re.findall(r"`([^`]+)`", cell.replace("\\|", "|"))
-    return tuple(found)
+    """In the order of the document. The first section, which says where to go, has none; those of libraries are left out."""
+    sections = LIBRARIES.sub("", TROUBLESHOOTING.read_text()).split("\n## ")[2:]
+    return tuple(entry for section in sections for entry in entries_of("## " + section))
+
+
+def entries_of(text: str) -> Iterator[str]:
+    for line in text.splitlines():
+        heading = HEADING.fullmatch(line)
+        cell = heading[1] if heading else re.split(r"(?<!\\)\|", line)[1] if line.startswith("|") else ""
+        yield from re.findall(r"`([^`]+)`", cell.replace("\\|", "|"))
 
 
 def covers(entry: str, message: str) -> bool:
@@ -317,6 +331,56 @@ def test_what_is_looked_at_is_there() -> None:
     assert schema_statuses() == {"match", "older", "newer", "drift", "unversioned", "unchecked"}
     for file, functions in SAYING.items():
         assert functions <= {node.name for node in ast.walk(parsed(ROOT / file)) if isinstance(node, ast.FunctionDef)}, file
+
+
+# What libraries say, where a user of ours sees it
+
+
+def test_the_words_of_libraries_are_as_they_say_them(tmp_path: Path) -> None:
+    section = LIBRARIES.search(TROUBLESHOOTING.read_text())
+    entries = list(entries_of(section[0])) if section else []
+    said = [failure_of(fail, tmp_path) for fail in LIBRARY_FAILURES]
+
+    assert [entry for entry in entries if not any(pattern(entry).search(words) for words in said)] == []
+    assert [words for words in said if not any(pattern(entry).search(words) for entry in entries)] == []
+
+
+def failure_of(fail: Callable[[Path], object], folder: Path) -> str:
+    with pytest.raises((click.ClickException, ValueError, OSError, sqlite3.Error)) as raised:
+        fail(folder)
+    error = raised.value
+    return error.format_message() if isinstance(error, click.ClickException) else str(error)
+
+
+def write_readonly(folder: Path) -> None:
+    file = folder / "history.db"
+    with closing(sqlite3.connect(file)) as database:
+        database.execute("CREATE TABLE gpu (uuid)")
+    with closing(sqlite3.connect(f"file:{file}?mode=ro", uri=True)) as database:
+        database.execute("INSERT INTO gpu VALUES (1)")
+
+
+def open_missing(folder: Path) -> None:
+    with closing(sqlite3.connect(folder / "none/history.db")):
+        pass
+
+
+def resolve_by_psycopg(_: Path) -> None:
+    """Its source, for to fail it would ask a name server."""
+    raise OSError(inspect.getsource(_conninfo_attempts))
+
+
+LIBRARY_FAILURES: list[Callable[[Path], object]] = [
+    lambda _: aggregator_cli(["serve", "--none"], standalone_mode=False),
+    lambda folder: proxy_cli(["serve", "--config", f"{folder}/none.toml"], standalone_mode=False),
+    lambda _: tomllib.loads("listen = "),
+    lambda _: tomllib.loads("listen"),
+    open_missing,
+    write_readonly,
+    resolve_by_psycopg,
+    lambda _: socket.getaddrinfo("host-1", 1, flags=socket.AI_NUMERICHOST),
+    lambda _: asyncio.run(asyncio.open_connection("127.0.0.1", free_port())),
+]
 
 
 # docs/security.md
