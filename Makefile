@@ -12,7 +12,7 @@ PROTOS := $(wildcard proto/gpuwire/pb/*.proto)
 help:
 	@echo "make demo       three CVMs, a proxy and an aggregator on this machine; Ctrl-C ends them (DEMO_ARGS=--help says more)"
 	@echo "make test       all tests (PYTEST_ARGS=... passes arguments on)"
-	@echo "make soak       the long proofs: outages, locks, kills (six minutes)"
+	@echo "make soak       the long proofs: outages, locks, kills, hostile requests (ten minutes)"
 	@echo "make check      formatter, linter, type checker"
 	@echo "make golden     rewrite generated docs and golden files; the diff is the review"
 	@echo "make screenshots  retake the docs' pictures (needs chromium)"

@@ -13,12 +13,9 @@ import pytest
 
 from aggregator.reports import reports
 from aggregator.store import Store
-from bench import fleet_page
 from bench import reports as bench_reports
 from tests.aggregator.conftest import database_url
 from tests.aggregator.fleets import T0, H, fill, roll_up
-from tests.browser.chromium import chromium
-from tests.needs import program_or_skip
 from tests.postgres import postgres_url
 
 __all__ = ["database_url", "postgres_url"]
@@ -81,13 +78,3 @@ def test_reports_puts_each_answer_beside_a_floor(database_url: str, capsys: pyte
         ]
     found = re.findall(r"^(.+?) +[0-9.]+ ms +[0-9.]+ ms +[0-9.]+$", page, re.MULTILINE)
     assert found == answers
-
-
-def test_fleet_page_puts_larger_fleets_beside_a_small_one(capsys: pytest.CaptureFixture[str]) -> None:
-    with chromium(program_or_skip("chromium")) as browser:
-        fleet_page.on_postgresql(browser, [4, 8], 1)
-    page = capsys.readouterr().out
-
-    for name in fleet_page.FIGURES:
-        assert re.search(rf"^  {name} +[0-9]+ +[0-9]+ +[0-9.]+$", page, re.MULTILINE), page
-    assert len(re.findall(r"goal: 8 cards.*: [0-9]+, (?:met|MISSED)", page)) == 5, page
