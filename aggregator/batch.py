@@ -60,8 +60,8 @@ _read_gauges = attrgetter(*(gauge.name for gauge in GAUGES))
 class Batch:
     """One batch in one transaction. After the commit, and only then, `remember`.
 
-    `now_s` is monotonic. The last time of a span is written when what is stored lags by `lag_s`, or with whatever else changes
-    of it. A stretch of another run of the program is taken up when its last poll is at most `resume_ms` ago.
+    `now_s` and `lag_s` are those of SpanRows. A stretch of another run of the program is taken up when its last poll is at most
+    `resume_ms` ago.
     """
 
     def __init__(self, connection: Connection, memory: Memory, *, now_s: float, lag_s: float, resume_ms: int) -> None:

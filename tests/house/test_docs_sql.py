@@ -5,22 +5,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
-import pytest
-from sqlalchemy import Engine, create_engine
+from sqlalchemy import Engine
 from sqlalchemy.exc import DBAPIError
 
-from aggregator.store import Store, parse_database_url
 from tests.aggregator.conftest import database_url
-from tests.aggregator.story import tell
+from tests.aggregator.test_cookbook import engine
 from tests.house.doc_checks import ROOT, Document
 from tests.house.test_docs import DOCS
 from tests.postgres import postgres_url
 
-__all__ = ["database_url", "postgres_url"]
+__all__ = ["database_url", "engine", "postgres_url"]
 
 # tests/aggregator/test_cookbook.py runs all of the one, and looks at the answers.
 RUN_ELSEWHERE = {ROOT / "docs/sql-cookbook.md"}
@@ -49,16 +46,6 @@ def statements(doc: Document) -> Iterator[Sql]:
             yield Sql("postgresql", words[words.index("-c") + 1])
         if words[:1] == ["sqlite3"] and words[-1].upper().startswith("SELECT"):
             yield Sql("sqlite", words[-1])
-
-
-@pytest.fixture
-def engine(database_url: str) -> Iterator[Engine]:
-    with closing(Store(database_url, max_lag_s=0)) as store:
-        store.require_current()
-        tell(store)
-    engine = create_engine(parse_database_url(database_url))
-    yield engine
-    engine.dispose()
 
 
 def refused(engine: Engine, sql: Sql) -> str:
