@@ -4,7 +4,8 @@ They are made ahead of time. What came for a time without one lies in the table'
 own later. Which there are is asked of the catalogue: an operator may have made others.
 
 Writers and readers are never kept waiting for long: who waits for a lock makes all others wait who come after, and so gives up
-before they do. The error passes through, nothing of the transaction is done, and the next try may find a better moment.
+before they do, though not before PostgreSQL has ended an autovacuum in the way (deadlock_timeout, 1 s). The error passes
+through, nothing of the transaction is done, and the next try may find a better moment.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from aggregator.tables import gpu_1h, gpu_5m, gpu_sample
 FIRST_MS = int(datetime(2020, 1, 1, tzinfo=UTC).timestamp()) * 1000
 AT_MOST_AHEAD_MS = 366 * 86_400_000
 
-_LOCK_WAIT_MS = LOCK_WAIT_S * 1000 // 2
+_LOCK_WAIT_MS = LOCK_WAIT_S * 1000 * 3 // 4
 _DAY_MS = 86_400_000
 _AHEAD = {gpu_sample: 3, gpu_5m: 1, gpu_1h: 1}
 _ENDS = {"MINVALUE": -(2**63), "MAXVALUE": 2**63}

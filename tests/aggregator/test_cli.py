@@ -18,7 +18,7 @@ from gpuwire.device import GpuDevice, GpuSnapshot
 from gpuwire.transport import listen_socket
 from tests.fakes.vmm import FakeVmm, Guest, body_of, running_vm
 from tests.needs import program_or_skip
-from tests.processes import free_port, program, run_program
+from tests.processes import free_port, run_program
 
 ANY_VMM = ["--vmm", "unix:/run/nobody.sock"]
 
@@ -95,12 +95,9 @@ def test_a_database_that_cannot_be_used_leaves_no_socket(short_dir: Path) -> Non
     assert list(short_dir.iterdir()) == []
 
 
-async def run_poll(*arguments: str) -> tuple[int | None, str, str]:
-    process = await asyncio.create_subprocess_exec(
-        program("gpu-aggregator"), "poll", *arguments, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
-    )
-    out, err = await process.communicate()
-    return process.returncode, out.decode(), err.decode()
+async def run_poll(*arguments: str) -> tuple[int, str, str]:
+    done = await asyncio.to_thread(run_program, "gpu-aggregator", "poll", *arguments)
+    return done.returncode, done.stdout, done.stderr
 
 
 async def test_poll_prints_a_line_a_cvm_and_exits_0_when_all_answered(short_dir: Path, database_url: str) -> None:

@@ -161,10 +161,8 @@ async def test_what_is_queued_at_the_end_is_written(url: str, spool: Path) -> No
 @pytest.fixture(scope="module")
 def server() -> Iterator[PostgresServer]:
     """One of our own, to be stopped."""
-    server = PostgresServer()
-    server.start()
-    yield server
-    server.remove()
+    with PostgresServer() as server:
+        yield server
 
 
 async def test_postgresql_that_is_stopped_and_started_costs_no_row(server: PostgresServer, spool: Path) -> None:

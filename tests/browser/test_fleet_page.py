@@ -657,9 +657,7 @@ def test_an_aggregator_that_is_away_is_said_to_be_and_what_was_shown_stays(brows
 
 
 def test_a_database_that_is_away_is_said_to_be_and_that_it_is_back(browser: Browser, tmp_path: Path) -> None:
-    server = PostgresServer()
-    server.start()
-    try:
+    with PostgresServer() as server:
         fill(server.url, lambda store, now_ms: tell_small(store, now_ms, hours=0.5))
         with serving(server.url, tmp_path / "spool") as own, tab(browser, sound=False) as watched:
             page = watched.open(own.url)
@@ -673,8 +671,6 @@ def test_a_database_that_is_away_is_said_to_be_and_that_it_is_back(browser: Brow
             settled(page)
             expect(page.get_by_role("alert")).to_have_count(0)
             assert len(column(page, "State")) == 13
-    finally:
-        server.remove()
 
 
 def test_a_fleet_without_cards_says_so(browser: Browser, tmp_path: Path) -> None:

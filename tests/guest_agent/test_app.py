@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import subprocess
 from collections.abc import AsyncIterator, Iterator
 from http.client import HTTPConnection
 from importlib.metadata import version
@@ -19,7 +20,7 @@ from gpuwire.pb.guest_api_pb2 import SystemInfo
 from gpuwire.schema import CURRENT
 from tests.fakes.nvml import build_fake_nvml, fake_nvml_environment
 from tests.fakes.sysfs import write_sysfs
-from tests.processes import run_program, running
+from tests.processes import program, run_program, running
 
 
 @pytest.fixture
@@ -147,7 +148,10 @@ def test_gpu_info_prints_one_line_for_programs(tmp_path: Path) -> None:
     control.write_text("devices = 1\n")
     environment = fake_nvml_environment(build_fake_nvml(tmp_path), control)
 
-    result = run_program("gpu-guest-agent", "gpu-info", environment=environment)
+    # The dynamic loader reads where libraries are as a process begins.
+    result = subprocess.run(
+        [program("gpu-guest-agent"), "gpu-info"], capture_output=True, text=True, env=environment, check=False
+    )
 
     assert (result.returncode, len(result.stdout.splitlines()), result.stderr) == (0, 1, "")
     assert len(json.loads(result.stdout)["gpus"]) == 1

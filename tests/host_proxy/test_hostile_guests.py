@@ -241,4 +241,5 @@ async def test_a_flood_costs_at_most_the_cap_for_each_connection(short_dir: Path
             growth = peak_rss(process.pid) - before
 
     assert words <= {"bad_reply", "timeout"}
-    assert growth < 2 * CONNECTIONS * CAP, "a buffer that grows is there twice for a moment"
+    # A buffer that grows is there twice for a moment, and what was freed lies in pieces; a cap for each call were 5 times it.
+    assert growth < 3 * CONNECTIONS * CAP

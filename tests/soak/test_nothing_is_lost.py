@@ -30,21 +30,16 @@ def stays_away(fleet: Fleet, seconds: float) -> None:
 
 @pytest.mark.parametrize("seconds", [pytest.param(0, id="shortly"), pytest.param(60, id="for_a_minute", marks=MINUTES)])
 def test_postgresql_stopped_costs_no_row(short_dir: Path, seconds: float) -> None:
-    server = PostgresServer()
-    try:
-        server.start()
-        with simulated_fleet(short_dir, server.url) as fleet:
-            with fleet.polled() as process:
-                fleet.wait_for_each_cvm()
-                server.stop()
-                stays_away(fleet, seconds)
-                server.start()
-                until(fleet.is_ready)
-                fleet.wait_for_each_cvm()
-                fleet.finish(process)
-            fleet.assert_nothing_is_lost()
-    finally:
-        server.remove()
+    with PostgresServer() as server, simulated_fleet(short_dir, server.url) as fleet:
+        with fleet.polled() as process:
+            fleet.wait_for_each_cvm()
+            server.stop()
+            stays_away(fleet, seconds)
+            server.start()
+            until(fleet.is_ready)
+            fleet.wait_for_each_cvm()
+            fleet.finish(process)
+        fleet.assert_nothing_is_lost()
 
 
 @pytest.mark.parametrize("seconds", [pytest.param(0, id="shortly"), pytest.param(10, id="for_ten_seconds", marks=MINUTES)])
