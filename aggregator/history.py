@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from operator import add
+from operator import add, itemgetter
 from typing import Any
 
 from sqlalchemy import text
@@ -174,12 +174,14 @@ def read_levels(reading: Reading) -> list[Progress]:
 
 # What of a bucket
 
+Key = tuple[str, str]  # a field, and what of it
+
 
 @dataclass(frozen=True, slots=True)
 class Figure:
     """One number of a bucket: its SQL over samples and over buckets, and how two parts of a bucket are put together."""
 
-    key: tuple[str, str]
+    key: Key
     of_samples: str
     of_buckets: str
     combine: Callable[[Any, Any], Any]
@@ -220,15 +222,41 @@ def figures_for(fields: Sequence[str], aggregates: Sequence[str]) -> list[Figure
 
 _HISTOGRAM = [Figure((HISTOGRAM_FIELD, name), "", _sum(f"s.{name}"), add) for name in UTILIZATION_BINS]
 
-Bucket = dict[tuple[str, str], Any]
+
+class Table:
+    """A row a bucket, by its beginning; a column a key."""
+
+    def __init__(self, keys: Sequence[Key], rows: dict[int, list[Any]]) -> None:
+        self.rows = rows
+        self._number = {key: number for number, key in enumerate(keys)}
+
+    def join(self, keys: Sequence[Key], rows: Mapping[int, Sequence[Any]]) -> None:
+        """Adds columns to the rows that there are."""
+        nothing = (None,) * len(keys)
+        for number, key in enumerate(keys, len(self._number)):
+            self._number[key] = number
+        for at, row in self.rows.items():
+            row.extend(rows.get(at, nothing))
+
+    def read(self, key: Key) -> Callable[[Sequence[Any]], Any]:
+        """How to read what is asked from a row: None where there is no value. Percentiles that were not joined are none."""
+        field, name = key
+        if name == "avg":
+            return _mean(self.read_sum(field), self.read((field, "count")))
+        return itemgetter(self._number[key]) if key in self._number else lambda _row: None
+
+    def read_sum(self, field: str) -> Callable[[Sequence[Any]], int | None]:
+        """A sum that was taken in one part or in two."""
+        if (field, "sum") in self._number:
+            return itemgetter(self._number[field, "sum"])
+        high, low = self._number[field, "high"], self._number[field, "low"]
+        return lambda row: None if row[high] is None else (row[high] << _LOW_BITS) + row[low]
 
 
-def whole_sum(values: Mapping[tuple[str, str], Any], field: str) -> int | None:
-    """A sum that was taken in one part or in two."""
-    if (field, "sum") in values:
-        return values[field, "sum"]  # type: ignore[no-any-return]
-    high, low = values[field, "high"], values[field, "low"]
-    return None if high is None else (high << _LOW_BITS) + low
+def _mean(
+    total: Callable[[Sequence[Any]], int | None], count: Callable[[Sequence[Any]], int]
+) -> Callable[[Sequence[Any]], Any]:
+    return lambda row: None if (value := total(row)) is None else value / count(row)
 
 
 class Buckets:
@@ -241,16 +269,15 @@ class Buckets:
         self._step_ms = step_ms
         self._folded = FoldedSamples(reading)
 
-    def sums(self, segments: Sequence[Segment], figures: Sequence[Figure]) -> dict[int, Bucket]:
-        """By the beginning of the bucket. Over samples a figure needs `of_samples`."""
+    def sums(self, segments: Sequence[Segment], figures: Sequence[Figure]) -> dict[int, list[Any]]:
+        """By the beginning of the bucket the figures. Over samples a figure needs `of_samples`."""
         merged: dict[int, list[Any]] = {}
         combines = [figure.combine for figure in figures]
         for segment in segments:
             columns = ", ".join(figure.of(segment.level) for figure in figures)
             for source in self._sources(segment.level):
                 _merge(merged, self._ask(segment, source, columns, " GROUP BY 1"), combines)
-        keys = [figure.key for figure in figures]
-        return {at: dict(zip(keys, values, strict=True)) for at, values in merged.items()}
+        return merged
 
     def histograms(self, segments: Sequence[Segment]) -> dict[int, list[int]]:
         """Milliseconds by bin of utilization, by bucket."""
@@ -266,8 +293,8 @@ class Buckets:
                 _merge(merged, self._ask(within, source, columns, " GROUP BY 1", self._folded.values), combines)
         return {at: [value or 0 for value in values] for at, values in merged.items()}
 
-    def lasts(self, segments: Sequence[Segment], fields: Sequence[str]) -> dict[int, Bucket]:
-        """Of each bucket the values of its last sample."""
+    def lasts(self, segments: Sequence[Segment], fields: Sequence[str]) -> dict[int, tuple[Any, ...]]:
+        """Of each bucket the values of its last sample, by field."""
         newest: dict[int, tuple[Any, ...]] = {}
         for segment in segments:
             raw = segment.level == RAW
@@ -284,9 +311,7 @@ class Buckets:
                 for bucket, *row in rows:
                     if bucket not in newest or tuple(row[:2]) > newest[bucket][:2]:
                         newest[bucket] = tuple(row)
-        return {
-            at: {(field, "last"): value for field, value in zip(fields, row[2:], strict=True)} for at, row in newest.items()
-        }
+        return {at: row[2:] for at, row in newest.items()}
 
     def values(self, segments: Sequence[Segment], fields: Sequence[str]) -> dict[int, list[list[int]]]:
         """Of each bucket the values of each field, sorted; `segments` are samples."""
@@ -406,33 +431,32 @@ def read_history(
     due = read_due(reading, subject.gpu_ids, chosen.start_ms, chosen.end_ms) if chosen.level != RAW else {}
     segments = plan(chosen.level, chosen.start_ms, chosen.end_ms, progress, due)
     buckets = Buckets(reading, subject, chosen.step_ms)
-    found = buckets.sums(segments, figures_for(fields, aggregates))
+    figures = figures_for(fields, aggregates)
+    table = Table([figure.key for figure in figures], buckets.sums(segments, figures))
     if "last" in aggregates:
-        for at, lasts in buckets.lasts(segments, fields).items():
-            found[at].update(lasts)
+        table.join([(field, "last") for field in fields], buckets.lasts(segments, fields))
+    percents = [PERCENTILES[name] for name in asked]
     if asked and chosen.level == RAW:
-        for at, lists in buckets.values(segments, fields).items():
-            for field, values in zip(fields, lists, strict=True):
-                found[at].update({(field, name): percentile(values, PERCENTILES[name]) for name in asked})
+        lists = buckets.values(segments, fields)
+        rows = {at: [percentile(values, percent) for values in of for percent in percents] for at, of in lists.items()}
+        table.join([(field, name) for field in fields for name in asked], rows)
     elif asked and HISTOGRAM_FIELD in fields:
-        for at, bins in buckets.histograms(segments).items():
-            found[at].update({(HISTOGRAM_FIELD, name): percentile_of_time(bins, PERCENTILES[name]) for name in asked})
-    points = list(_points(found, fields, aggregates))
+        histograms = buckets.histograms(segments)
+        rows = {at: [percentile_of_time(bins, percent) for percent in percents] for at, bins in histograms.items()}
+        table.join([(HISTOGRAM_FIELD, name) for name in asked], rows)
+    points = list(_points(table, fields, aggregates))
     resolution = NAMES[max((segment.level for segment in segments), default=chosen.level)]
     return Answer(chosen, resolution, "" if not asked else "samples" if chosen.level == RAW else "histogram", points)
 
 
 def _points(
-    found: Mapping[int, Bucket], fields: Sequence[str], aggregates: Sequence[str]
+    table: Table, fields: Sequence[str], aggregates: Sequence[str]
 ) -> Iterator[tuple[int, int, dict[str, dict[str, Any]]]]:
-    keys = {field: {name: (field, name) for name in aggregates} for field in fields}
-    for at, bucket in sorted(found.items()):
-        if "avg" in aggregates:
-            for field in fields:
-                total = whole_sum(bucket, field)
-                bucket[field, "avg"] = None if total is None else total / bucket[field, "count"]
-        figures = {field: {name: bucket.get(key) for name, key in of.items()} for field, of in keys.items()}
-        yield at, bucket["", "samples"], figures
+    samples = table.read(_SAMPLES.key)
+    # What to read is decided once: there are thousands of values.
+    fields_of = [(field, [(name, table.read((field, name))) for name in aggregates]) for field in fields]
+    for at, row in sorted(table.rows.items()):
+        yield at, samples(row), {field: {name: read(row) for name, read in names} for field, names in fields_of}
 
 
 # The fleet
@@ -465,10 +489,15 @@ def read_fleet(reading: Reading, scope: Scope, start_ms: int, end_ms: int) -> Fl
     merged: dict[int, list[Any]] = {}
     for segment in plan(ONE_HOUR, start_ms, end_ms, progress, {}):
         _merge(merged, _fleet_rows(reading, scope, segment), [figure.combine for figure in _FLEET])
-    values = dict(zip((figure.key for figure in _FLEET), merged.get(0, [None] * len(_FLEET)), strict=True))
-    count, covered = values["utilization_gpu", "count"], values["covered", "sum"]
+    row = merged.get(0, [None] * len(_FLEET))
+    table = Table([figure.key for figure in _FLEET], merged)
     return FleetFigures(
-        start_ms, end_ms, whole_sum(values, "utilization_gpu") or 0, count or 0, covered or 0, whole_sum(values, "energy")
+        start_ms,
+        end_ms,
+        utilization_sum=table.read_sum("utilization_gpu")(row) or 0,
+        utilization_count=table.read(("utilization_gpu", "count"))(row) or 0,
+        covered_ms=table.read(("covered", "sum"))(row) or 0,
+        energy_uj=table.read_sum("energy")(row),
     )
 
 
