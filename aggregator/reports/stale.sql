@@ -9,6 +9,7 @@
 --   vmm           text   Name of the VMM.
 --   vm_id         text   Id of the CVM.
 --   vm_name       text   Its name.
+--   app_id        text   Id of the app; empty for CVMs of none.
 --   gpu           text   The card, where the CVM itself answers.
 --   cards         count  Cards that are concerned.
 --   silent_since  time   Last sign of life.
@@ -17,7 +18,7 @@
 {% import "_parts.sql" as part with context %}
 WITH {{ part.stays() }},
 newest AS (
-  SELECT cvm.cvm_id, cvm.vmm, cvm.vm_id, cvm.vm_name, s.outcome, s.detail, s.since_ms,
+  SELECT cvm.cvm_id, cvm.vmm, cvm.vm_id, cvm.vm_name, cvm.app_id, s.outcome, s.detail, s.since_ms,
     {{ part.least("s.until_ms", as_of_ms) }} AS until_ms
   FROM cvm JOIN cvm_state AS s ON s.state_id = (
     SELECT x.state_id FROM cvm_state AS x WHERE x.cvm_id = cvm.cvm_id AND x.since_ms <= {{ as_of_ms }}
@@ -61,8 +62,8 @@ found AS (
           OR (stay.uuid IS NULL AND later.cvm_id = stay.cvm_id AND later.bdf = stay.bdf))
     )
 )
-SELECT f.state, j.vmm, j.vm_id, j.vm_name, f.gpu, f.cards,
+SELECT f.state, j.vmm, j.vm_id, j.vm_name, j.app_id, f.gpu, f.cards,
   {{ part.timestamp("f.since_ms") }} AS silent_since,
   j.outcome, {{ "NULL" if scoped else "j.detail" }} AS detail
 FROM found AS f JOIN judged AS j ON j.cvm_id = f.cvm_id
-ORDER BY f.since_ms, j.vmm, j.vm_id, coalesce(f.gpu, '')
+ORDER BY f.since_ms, j.vmm, j.vm_id, coalesce(j.app_id, ''), coalesce(f.gpu, '')

@@ -14,6 +14,7 @@ import subprocess
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
+from dataclasses import replace
 from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
@@ -310,6 +311,16 @@ def test_what_is_silent_is_named_with_since_when_and_why(store: Store) -> None:
     # As it was an hour and a half into it: one of them was silent.
     earlier = ask(store, "stale", now, until=rfc3339(T0 + 90 * M))
     assert [(r["state"], r["vm_id"]) for r in earlier] == [("silent", "never"), ("silent", "hangs")]
+
+
+def test_of_an_id_that_another_app_has_now_the_silent_one_is_named(store: Store) -> None:
+    store.write([poll(at, 1) for at in each(T0, T0 + H)])
+    store.write([silence(TRAINER, T0 + H, "not_running")])
+    heir = replace(TRAINER, app_id="app-b")
+    store.write([poll(at, 1, cvm=heir) for at in each(T0 + H, T0 + 2 * H)])
+
+    found = ask(store, "stale", T0 + 2 * H)
+    assert [(row["state"], row["vm_id"], row["app_id"]) for row in found] == [("gone", "gpu-1", "app-a")]
 
 
 def test_a_card_that_moved_to_another_cvm_is_not_silent_in_the_first(store: Store) -> None:
