@@ -17,6 +17,7 @@ from typing import Any
 
 from aggregator.outcome import ANSWERED, NO_GPU, NVML_ERROR
 from aggregator.poller import HOUR_S
+from aggregator.settings import CARD_KEPT_S
 from aggregator.store import Store
 from aggregator.threads import in_thread
 from aggregator.turns import MAX_BACKOFF_S
@@ -31,8 +32,6 @@ log = logging.getLogger(__name__)
 CVM_LABELS = {"vmm": "vmm", "vm_id": "vm_id", "vm_name": "vm_name", "app_id": "app_id"}
 CARD_LABELS = {**CVM_LABELS, "gpu_index": "index", "uuid": "uuid", "pci_bus_id": "pci_bus_id", "host_bdf": "host_bdf"}
 MEASURED = ("ok", "contested")
-# A card that its CVM has lost is worth knowing of, but not for as long as the CVM lives.
-CARD_KEPT_S = 86_400.0
 LIMIT_S = 2.0
 THREAD = "fleet metrics"
 

@@ -14,6 +14,7 @@ from importlib.resources import files
 from types import MappingProxyType
 from typing import Any
 
+from aggregator.settings import CARD_KEPT_S
 from gpuwire.display import ABSENT, age, celsius, gib, percent, watts
 from gpuwire.pages import templates
 
@@ -95,7 +96,7 @@ def render_fleet(
 ) -> str:
     """`cards` are rows of v_gpu_latest, `cvms` every CVM with its latest outcome; `notice` is the operator's own line;
     `vmms_away` says of each VMM whose list cannot be had why."""
-    cards = _with_stopped(cards, cvms)
+    cards = _with_stopped([card for card in cards if not _is_gone(card, now_ms)], cvms)
     overview = {
         "figures": figures(cards),
         "cards": sorted(cards, key=_by_trouble)[:SHOWN_AT_FIRST],
@@ -120,6 +121,12 @@ def _render(overview: Mapping[str, Any] | None, **values: Any) -> str:
         modules=[name for name in STATIC.by_name if name.endswith(".js") and name != "app.js"],
         **values,
     )
+
+
+def _is_gone(card: Mapping[str, Any], now_ms: int) -> bool:
+    """Whether its CVM has answered without it for so long that it was taken away: the page names it no more, as /metrics. As
+    static/fleet.js has it."""
+    return card["state"] == "detached" and now_ms - card["sampled_at_ms"] > CARD_KEPT_S * 1000
 
 
 def _with_stopped(cards: Sequence[Mapping[str, Any]], cvms: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

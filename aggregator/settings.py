@@ -16,6 +16,8 @@ DEFAULT_INTERVAL_S = 15.0
 # Samples of a card that are nearer to each other are one.
 MIN_INTERVAL_S = 1.0
 DAY_S = 86_400.0
+# A card that its CVM has lost is worth knowing of, on /metrics and the page, but not for as long as the CVM lives.
+CARD_KEPT_S = DAY_S
 _LONGEST_S = 36_500 * DAY_S
 _UNIT_S = {"d": DAY_S, "h": 3600.0, "m": 60.0, "s": 1.0, "": 1.0}
 SPOOL = "gpu-aggregator-spool"

@@ -5,6 +5,8 @@ import { api } from "./api.js";
 // A card is busy above this utilization, in %, as in the reports.
 export const BUSY_ABOVE = 5;
 const WHOLE_AGAIN_MS = 10 * 60_000;
+// As in settings.py.
+const CARD_KEPT_S = 86_400;
 
 export const keyOf = (card) => card.uuid ?? `${card.cvm.vmm}/${card.cvm.vm_id}/${card.bdf}`;
 
@@ -43,7 +45,7 @@ export class Fleet {
       card.state = stateIn(cvm, card.state);
       card.line = keep ? [...(lines.get(keyOf(card)) ?? Array(width).fill(null)).slice(added, added + keep), ...newest] : newest;
       return card;
-    }));
+    })).filter((card) => !isGone(card));
     this.stepMs = stepMs;
     this.endMs = endMs;
     this.startMs = endMs - width * stepMs;
@@ -54,6 +56,9 @@ export class Fleet {
 /** How a card is, in the page's words: silent in a CVM that its VMM runs no more is `stopped`, and nobody's trouble. As
  * `_with_stopped` in page.py. */
 export const stateIn = (cvm, state) => (state === "silent" && cvm.outcome === "not_running" ? "stopped" : state);
+
+/** Whether its CVM has answered without it for so long that it was taken away: as `_is_gone` in page.py. */
+const isGone = (card) => card.state === "detached" && card.age_s > CARD_KEPT_S;
 
 const PAST = new Set(["detached", "silent", "stale", "stopped"]);
 /** Its latest values are not those of now. */

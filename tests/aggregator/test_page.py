@@ -127,6 +127,19 @@ def test_silent_cards_of_a_cvm_that_its_vmm_stopped_are_no_trouble_and_last() ->
     assert "<b>1</b><span>silent</span>" in elsewhere
 
 
+def test_a_card_that_is_missed_for_a_day_is_named_no_more() -> None:
+    day_ms = 86_400_000
+    missed = [
+        {**CARD, "uuid": f"GPU-{state}-{age_ms}", "state": state, "sampled_at_ms": NOW_MS - age_ms}
+        for state in ("detached", "silent")
+        for age_ms in (day_ms, day_ms + 1)
+    ]
+    page = render_fleet([CARD, *missed], [CVM], now_ms=NOW_MS)
+    assert f"GPU-detached-{day_ms + 1}" not in page
+    assert all(card["uuid"] in page for card in missed if card["uuid"] != f"GPU-detached-{day_ms + 1}")
+    assert "<b>1</b><span>detached</span>" in page
+
+
 def test_cvms_in_trouble_come_first_and_those_that_do_not_run_last_the_newest_of_them_first() -> None:
     outcomes = ["not_running", "not_running", "ok", "timeout", "no_gpu", "vmm_unreachable"]
     cvms = [

@@ -298,6 +298,15 @@ def test_cards_that_fell_off_are_trouble_and_those_of_a_stopped_cvm_are_none(
         expect(page.locator(".strip")).to_contain_text("not_running")
         assert page.locator(".not-ok, .strip .trouble").count() == 0
 
+        with own.store.maintaining() as connection:
+            connection.exec_driver_sql(
+                "UPDATE gpu_latest SET sampled_at_ms = sampled_at_ms - 86400000"
+                " WHERE gpu_id = (SELECT min(gpu_id) FROM v_gpu_latest JOIN gpu USING (uuid) WHERE state = 'detached')"
+            )
+        page.goto(own.url)
+        assert column(page, "State") == states[1:], "missed for a day"
+        assert page.locator(".figures .trouble").all_inner_texts() == ["2\nsilent", "3\ndetached", "2\nCC not ready"]
+
 
 def test_what_is_old_is_said_to_be_while_an_answer_hangs_and_the_next_question_follows_within_a_minute(
     browser: Browser, fleet: Fleet
