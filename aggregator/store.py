@@ -688,7 +688,9 @@ def _engine(url: URL, *, writes: bool, lock_wait_s: float = LOCK_WAIT_S) -> Engi
         _prepare_sqlite(engine, writes=writes)
         return engine
     arguments = {name: value for name, value in _POSTGRES_PATIENCE.items() if name not in url.query}
-    return create_engine(url, connect_args=arguments, pool_pre_ping=True, pool_timeout=_POOL_WAIT_S, **pool)
+    # A writer waits for locks and must see then what was committed meanwhile, whatever the database's default is.
+    isolation: Any = {"isolation_level": "READ COMMITTED"}
+    return create_engine(url, connect_args=arguments, pool_pre_ping=True, pool_timeout=_POOL_WAIT_S, **isolation, **pool)
 
 
 def _prepare_sqlite(engine: Engine, *, writes: bool) -> None:

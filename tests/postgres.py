@@ -156,6 +156,14 @@ def copy_database(server: str, source_url: str, url: str) -> None:
     _administer(server, f'CREATE DATABASE "{name}" TEMPLATE "{source}"')
 
 
+def until_waiting(url: str) -> None:
+    """Returns when somebody waits for a lock in this database."""
+    waiting = "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'"
+    with psycopg.connect(url, autocommit=True) as observer:
+        while observer.execute(waiting).fetchone() == (0,):
+            time.sleep(0.01)
+
+
 def _administer(server: str, statement: str) -> None:
     with psycopg.connect(server, autocommit=True) as connection:
         connection.execute(statement.encode())

@@ -18,7 +18,7 @@ from aggregator.partitions import Partition, drop_before, make_ahead, partition_
 from aggregator.store import Store, parse_database_url
 from aggregator.tables import gpu_1h, gpu_5m, gpu_sample
 from tests.aggregator.test_store import DEVICE, S, poll, sample
-from tests.postgres import PostgresServer
+from tests.postgres import PostgresServer, until_waiting
 
 DAY_MS = 86_400_000
 
@@ -204,14 +204,6 @@ def test_who_makes_or_drops_one_gives_up_before_a_writer_would(store: Store, eng
     assert rows(engine, "gpu_sample") == [NOW_MS - 30 * DAY_MS, NOW_MS - 20 * DAY_MS, NOW_MS, NOW_MS + 15 * S]
 
 
-def until_waiting(postgres_url: str) -> None:
-    """Returns when somebody waits for a lock in this database."""
-    waiting = "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'"
-    with psycopg.connect(postgres_url, autocommit=True) as observer:
-        while observer.execute(waiting).fetchone() == (0,):
-            time.sleep(0.01)
-
-
 def test_an_autovacuum_in_the_way_is_ended() -> None:
     """One that takes minutes, of a table that must be locked to make the next partition."""
     with PostgresServer() as server, psycopg.connect(server.url, autocommit=True) as owner, closing(Store(server.url)) as store:
@@ -269,11 +261,30 @@ def test_batch_whose_partition_an_operator_makes_at_that_moment_is_stored_a_litt
     assert rows(engine, "moment") == [NOW_MS]
 
 
-def test_move_that_fails_half_way_leaves_all_where_it_was(store: Store, engine: Engine) -> None:
+def test_partition_that_an_operator_detached_is_made_again_under_another_name(store: Store, engine: Engine) -> None:
+    make_all(engine)
     store.write([poll(NOW_MS, sample(NOW_MS))])
+    detach = "ALTER TABLE gpu_sample DETACH PARTITION gpu_sample_p20261130"
+    for number in (2, 3):
+        with engine.begin() as connection:
+            connection.execute(text(detach))
+        late = NOW_MS + number * 15 * S
+        store.write([poll(late, sample(late))])
+        assert make_all(engine) == 1
+        assert names(engine)[0] == f"gpu_sample_p20261130_{number}"
+        assert rows(engine, "gpu_sample") == rows(engine, f"gpu_sample_p20261130_{number}") == [late]
+        detach = f"ALTER TABLE gpu_sample DETACH PARTITION gpu_sample_p20261130_{number}"
+    assert rows(engine, "gpu_sample_p20261130") == [NOW_MS]
     with engine.begin() as connection:
-        connection.execute(text("CREATE TABLE gpu_sample_p20261130 (unrelated int)"))
-    with pytest.raises(DBAPIError, match="already exists"), engine.begin() as connection:
-        make_ahead(connection, NOW_MS)
+        assert drop_before(connection, gpu_sample, ms(2026, 12, 1)) == ["gpu_sample_p20261130_3"]
+    assert rows(engine, "gpu_sample_p20261130") == [NOW_MS]
+
+
+def test_move_that_fails_half_way_leaves_all_where_it_was(store: Store, engine: Engine, postgres_url: str) -> None:
+    store.write([poll(NOW_MS, sample(NOW_MS))])
+    with psycopg.connect(postgres_url) as reader:
+        reader.execute("SELECT count(*) FROM gpu_sample_default")
+        with pytest.raises(DBAPIError, match="lock timeout"), engine.begin() as connection:
+            make_ahead(connection, NOW_MS)
     assert rows(engine, "gpu_sample_default") == [NOW_MS]
     assert names(engine) == []

@@ -7,6 +7,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -25,6 +26,7 @@ from gpuwire.bdf import Bdf
 from gpuwire.device import GpuDevice
 from gpuwire.errors import StartError
 from gpuwire.placement import HostAddress
+from tests.postgres import until_waiting
 from tests.small_disk import small_disk
 
 __all__ = ["small_disk"]
@@ -1044,6 +1046,21 @@ def test_what_keeps_a_postgresql_away_is_named(postgres_url: str) -> None:
                 store.write([poll(T0 + 15 * S, sample(T0 + 15 * S))])
         assert failure.value.kind == "locked"
         assert 1.5 < time.monotonic() - began < 4
+
+
+def test_who_waited_for_a_rollup_is_late_for_it_whatever_the_databases_isolation(postgres_url: str) -> None:
+    database = make_url(postgres_url).database
+    with closing(Store(postgres_url)) as store, ThreadPoolExecutor() as pool, psycopg.connect(postgres_url) as rollup:
+        store.require_current()
+        rollup.execute(f"ALTER DATABASE \"{database}\" SET default_transaction_isolation = 'repeatable read'".encode())
+        rollup.commit()
+        rollup.execute("SELECT pg_advisory_xact_lock(%s)", (ROLLUP_LOCK,))
+        rollup.execute("UPDATE progress SET closed_to_ms = %s WHERE resolution = '5m'", (T0 + 600 * S,))
+        written = pool.submit(store.write, [poll(T0, sample(T0))])
+        until_waiting(postgres_url)
+        rollup.commit()
+        assert written.result() == 1
+        assert rollup.execute("SELECT resolution FROM rollup_due").fetchall() == [("5m",)]
 
 
 def test_what_keeps_an_sqlite_file_away_is_named(tmp_path: Path) -> None:
