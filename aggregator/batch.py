@@ -8,6 +8,7 @@ before. No sample is rewritten for it. Where something does, the row stays under
 
 from __future__ import annotations
 
+import logging
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -40,6 +41,8 @@ from aggregator.spans import MAX_FAILURE_DETAIL, Failure, Stay, Stretch, Track, 
 from aggregator.tables import cvm, cvm_state, gpu, gpu_error, gpu_latest, tenancy
 from gpuwire.device import GAUGES
 
+log = logging.getLogger(__name__)
+
 SAME_SNAPSHOT_MS = 1000
 # Three times the longest wait between two polls of a CVM that fails.
 JOIN_WITHIN_MS = 15 * 60_000
@@ -55,6 +58,8 @@ _APP = _NAMES.index("app_id")
 _AT, _MEASURED = SAMPLE_COLUMNS.index("sampled_at_ms"), SAMPLE_COLUMNS.index("gpu_index")
 _SampleRow = tuple[Any, ...]
 _read_gauges = attrgetter(*(gauge.name for gauge in GAUGES))
+_LASTING = (gpu.c.gpu_id, cvm.c.cvm_id, tenancy.c.tenancy_id, cvm_state.c.state_id, gpu_error.c.error_id)
+_HIGHEST = "SELECT " + ", ".join(f"coalesce((SELECT max({key.name}) FROM {key.table.name}), 0)" for key in _LASTING)
 
 
 class Batch:
@@ -79,10 +84,13 @@ class Batch:
         self._samples: defaultdict[int, list[_SampleRow]] = defaultdict(list)
         self._latest: dict[int, _SampleRow] = {}
         self._joined: dict[int, tuple[KnownGpu, KnownGpu]] = {}
+        self._highest: tuple[int, ...] = ()
 
     def write(self, polls: Sequence[Poll]) -> int:
         """Returns how many samples are new."""
         self._bulk.begin()
+        self._highest = self._read_highest()
+        self._notice_older_database()
         met = self._meet_cvms(polls)
         self._meet_cards(polls)
         for poll, known in zip(polls, met, strict=True):
@@ -96,12 +104,24 @@ class Batch:
         if rows := [row for _, rows in sorted(self._samples.items()) for row in _in_time(rows)]:
             stored = self._bulk.insert_samples(rows, [row for _, row in sorted(self._latest.items())])
         self._join()
+        if self._reserved:
+            self._highest = self._read_highest()
         return stored
 
     def remember(self) -> None:
         """The transaction is committed."""
         self._known.heard |= self._heard
+        self._known.highest = self._highest
         self._spans.remember()
+
+    def _read_highest(self) -> tuple[int, ...]:
+        return tuple(self._connection.exec_driver_sql(_HIGHEST).one())
+
+    def _notice_older_database(self) -> None:
+        """A backup that was restored beneath us gives its next rows the keys that ours had."""
+        if any(now < before for now, before in zip(self._highest, self._known.highest, strict=False)):
+            log.warning("database went back in time, what was known of it is asked anew: was a backup restored?")
+            self._known.forget_all()
 
     # Outcomes
 

@@ -65,8 +65,16 @@ class Memory:
     # These are true whatever becomes of a batch.
     behind: dict[SpanKey, Behind] = field(default_factory=dict)  # in the order of `since`
     heard: set[CvmKey] = field(default_factory=set)  # CVMs that were polled in this run
+    # The highest keys of the tables from which no row is ever deleted, as of the last commit; () where nothing was read yet.
+    highest: tuple[int, ...] = ()
 
     def forget(self) -> None:
         """What was learned in a transaction that is undone is not true."""
         for known in (self.cvms, self.cards, self.places, self.tracks):
             known.clear()
+
+    def forget_all(self) -> None:
+        """The database is not the one that it was."""
+        self.forget()
+        self.behind.clear()
+        self.heard.clear()

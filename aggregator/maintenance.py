@@ -48,6 +48,8 @@ _WHAT_TO_DO = {
     "schema": "see what was altered: gpu-aggregator db check",
     "refused": "see what was altered: gpu-aggregator db check",
     "io": "see to the disk: gpu-aggregator db check",
+    "locked": "nothing, if it does not last; else see who holds it: pg_stat_activity, or fuser for a SQLite file",
+    "other": "what the reason says",
     "internal": "report this line: it is a fault of this program",
 }
 _WAIT = "nothing, if it does not last"

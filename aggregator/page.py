@@ -126,7 +126,7 @@ def _render(overview: Mapping[str, Any] | None, **values: Any) -> str:
 def _is_gone(card: Mapping[str, Any], now_ms: int) -> bool:
     """Whether its CVM has answered without it for so long that it was taken away: the page names it no more, as /metrics. As
     static/fleet.js has it."""
-    return card["state"] == "detached" and now_ms - card["sampled_at_ms"] > CARD_KEPT_S * 1000
+    return bool(card["state"] == "detached" and now_ms - card["sampled_at_ms"] > CARD_KEPT_S * 1000)
 
 
 def _with_stopped(cards: Sequence[Mapping[str, Any]], cvms: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

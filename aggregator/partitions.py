@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
+from itertools import chain, count
 
 from sqlalchemy import Column, Connection, Table, text
 
@@ -116,6 +117,7 @@ def _wanted(connection: Connection, table: Table, default: str | None, now_ms: i
 
 
 def _make(connection: Connection, table: Table, default: str | None, partition: Partition) -> None:
+    partition = replace(partition, name=_free_name(connection, partition.name))
     connection.execute(text(f"CREATE TABLE {partition.name} (LIKE {table.name})"))
     if default is not None:
         _move(connection, table, default, partition)
@@ -130,6 +132,12 @@ def _make(connection: Connection, table: Table, default: str | None, partition: 
         _move(connection, table, default, partition)
     bounds = f"FROM ({partition.from_ms}) TO ({partition.to_ms})"
     connection.execute(text(f"ALTER TABLE {table.name} ATTACH PARTITION {partition.name} FOR VALUES {bounds}"))
+
+
+def _free_name(connection: Connection, name: str) -> str:
+    """`name`, or one like it: an operator may have detached the partition that had it, and keep that."""
+    names = chain([name], (f"{name}_{number}" for number in count(2)))
+    return next(one for one in names if connection.execute(text("SELECT to_regclass(:name)"), {"name": one}).scalar() is None)
 
 
 def _move(connection: Connection, table: Table, default: str, partition: Partition) -> None:

@@ -2,7 +2,8 @@
 them, each within one transaction that someone else opens and commits.
 
 A bucket is never changed, it is made again from all that it holds, so that whatever is broken off is simply done again. Only
-where the samples are gone already, what came late is added to the bucket and goes with the same transaction.
+where the samples are gone already, what came late is added to the bucket and goes with the same transaction. No bucket gives
+way to one of fewer samples: an operator may have dropped what it was made from.
 """
 
 from __future__ import annotations
@@ -96,22 +97,29 @@ def close(connection: Connection, level: Level, now_ms: int) -> None:
 
 class Rollup:
     """Rolls up what is closed and not done, a step a transaction. It remembers which cards of a window of time are done: after
-    a step that was not committed a new one has to start, with the whole window."""
+    a step that was not committed a new one has to start, with the whole window. What somebody else has done meanwhile it leaves
+    as it is: a program that was stopped for long may have lost its lease between two steps, and samples that went since."""
 
     def __init__(self, level: Level, rows_at_once: Mapping[str, int] = ROWS_AT_ONCE) -> None:
         self._level = level
         self._rows_at_once = rows_at_once
         self._window = (0, 0)
+        self._planned_at_ms = 0
         self._chunks: deque[list[int]] = deque()
 
     def step(self, connection: Connection) -> bool:
         """False: there is nothing left to do."""
-        level, progress = self._level, read_progress(connection)
-        done_ms = progress[level.resolution].done_to_ms
-        closed_ms = progress[level.resolution].closed_to_ms
+        level = self._level
+        # Nobody else gets further before this is committed.
+        alone = " FOR UPDATE" if connection.dialect.name == "postgresql" else ""
+        query = f"SELECT closed_to_ms, done_to_ms FROM progress WHERE resolution = :resolution{alone}"
+        closed_ms, done_ms = connection.execute(text(query), {"resolution": level.resolution}).one()
         if done_ms >= closed_ms:
             return False
+        if done_ms != self._planned_at_ms:
+            self._chunks.clear()
         if not self._chunks:
+            self._planned_at_ms = done_ms
             self._plan(connection, done_ms, closed_ms)
         from_ms, to_ms = self._window
         if self._chunks:
@@ -156,9 +164,13 @@ def due_step(connection: Connection, level: Level, at_once: int = DUE_AT_ONCE) -
         return False
     # A sample that comes in between shortens the time that the next one speaks for.
     reach_ms = -(-stale_after_ms(connection) // level.width_ms) * level.width_ms if level is FIVE_MINUTES else 0
-    again = [(gpu_id, at, min(at + level.width_ms + reach_ms, own.done_to_ms)) for gpu_id, at in due if at >= kept_ms]
-    gone = [(gpu_id, at, at + level.width_ms) for gpu_id, at in due if at < kept_ms]
-    made, added = list(_merged(again)), list(_merged(gone))
+    gone = {(gpu_id, at) for gpu_id, at in due if at < kept_ms}
+    if level is FIVE_MINUTES and connection.dialect.name == "postgresql":
+        gone |= _bereft(connection, [bucket for bucket in due if bucket not in gone])
+    again = [
+        (gpu_id, at, min(at + level.width_ms + reach_ms, own.done_to_ms)) for gpu_id, at in due if (gpu_id, at) not in gone
+    ]
+    made, added = list(_merged(again)), list(_merged((gpu_id, at, at + level.width_ms) for gpu_id, at in sorted(gone)))
     if made:
         make_again(connection, level, made)
     if added:
@@ -175,12 +187,26 @@ def due_step(connection: Connection, level: Level, at_once: int = DUE_AT_ONCE) -
 
 def make_again(connection: Connection, level: Level, spans: Sequence[Span]) -> None:
     """Makes all buckets within these spans from what is there of the finer resolution. Spans of one card do not overlap."""
-    _many(
-        connection,
-        f"DELETE FROM {level.table.name} WHERE gpu_id = :gpu_id AND bucket_ms >= :from_ms AND bucket_ms < :to_ms",
-        [span._asdict() for span in spans],
-    )
     _fold(connection, level, spans, late=False)
+
+
+def _bereft(connection: Connection, due: Sequence[tuple[int, int]]) -> set[tuple[int, int]]:
+    """Which of these buckets of 5 minutes hold more samples than are there: a day was dropped or detached by an operator, and
+    what is there came since."""
+    if not due:
+        return set()
+    wanted = ", ".join(f"({gpu_id}, {at})" for gpu_id, at in due)
+    # Once more as constants, for the planner: which partitions it is about.
+    first_ms, last_ms = min(at for _, at in due), max(at for _, at in due)
+    query = f"""
+        SELECT w.gpu_id, w.at FROM (VALUES {wanted}) AS w (gpu_id, at)
+        WHERE (SELECT sum(b.samples) FROM gpu_5m AS b WHERE b.gpu_id = w.gpu_id AND b.bucket_ms = w.at
+                 AND b.bucket_ms >= {first_ms} AND b.bucket_ms <= {last_ms})
+            > (SELECT count(*) FROM gpu_sample AS s
+               WHERE s.gpu_id = w.gpu_id AND s.sampled_at_ms >= w.at AND s.sampled_at_ms < w.at + {BUCKET_MS}
+                 AND s.sampled_at_ms >= {first_ms} AND s.sampled_at_ms < {last_ms + BUCKET_MS})
+    """
+    return {(int(gpu_id), int(at)) for gpu_id, at in connection.execute(text(query))}
 
 
 def _add(connection: Connection, level: Level, spans: Sequence[Span]) -> None:
@@ -297,7 +323,8 @@ def fold_sql(dialect: str, level: Level, spans: Sequence[Span], *, late: bool) -
     """
     body = from_samples(dialect, spans, late=late) if level is FIVE_MINUTES else _from_buckets(spans)
     names = ", ".join(level.table.c.keys())
-    return f"INSERT INTO {level.table.name} ({names})\n{body}{_added_to(dialect, level.table) if late else ''}"
+    merge = _added_to(dialect, level.table) if late else _replaced(level.table)
+    return f"INSERT INTO {level.table.name} ({names})\n{body}{merge}"
 
 
 def from_samples(dialect: str, spans: Sequence[Span], *, late: bool = False) -> str:
@@ -401,6 +428,13 @@ placed AS (
 SELECT {", ".join(aggregates)}
 FROM placed AS p
 GROUP BY p.gpu_id, p.hour_ms, p.tenancy_id"""
+
+
+def _replaced(table: Table) -> str:
+    """What makes of an INSERT of buckets one that takes the place of those that are there."""
+    values = ", ".join(f"{column.name} = excluded.{column.name}" for column in table.c if not column.primary_key)
+    whole = f"excluded.samples >= {table.name}.samples"
+    return f"\nON CONFLICT (gpu_id, bucket_ms, tenancy_id) DO UPDATE SET {values} WHERE {whole}"
 
 
 def _added_to(dialect: str, table: Table) -> str:

@@ -3,9 +3,10 @@
 A folder holds a `lock` and numbered segments, `0000000000000001.jsonl` and so on, each a text file. Its first line names its
 version and the fields of what follows; then comes a line a poll: a CRC-32 of the rest in hex, a space, the poll as a JSON array
 in the order of those fields. A line that is torn or damaged is skipped and counted. What is read is not gone: it goes when
-`forget` says that it is committed, a whole segment at a time, so that a crash in between brings some polls twice (writing one
-again changes nothing) and never loses one. A line is handed to the operating system before `append` returns, which is all that
-a killed program needs, and then to the disk, for a power cut.
+`forget` says that it is committed, a whole segment at a time; how far the oldest one is committed is noted in `lock`. A crash
+in between brings the polls of a batch twice and never loses one. Writing one again changes nothing while its samples are kept;
+of what came too late for that only the sums are left, which would count it again: hence the note. A line is handed to the
+operating system before `append` returns, which is all that a killed program needs, and then to the disk, for a power cut.
 
 The folder is bounded. What is there stays: when the bound or the disk is reached, `append` takes no more. So the oldest is
 dropped last, and an outage that is too long leaves one gap at its end and not several all over.
@@ -98,6 +99,7 @@ class Spool:
         self._written: int | None = None  # descriptor of the newest segment while it grows
         self._read: tuple[int, BufferedReader, Names] | None = None
         self._next = 0
+        self._done = Mark(0, 0)
         try:
             self._lock = _take(folder)
         except BlockingIOError:
@@ -107,12 +109,14 @@ class Spool:
         try:
             self._take_stock()
         except (OSError, ValueError) as error:
+            self._stop_reading()
             os.close(self._lock)
             reason = f"{error.filename or ''}: {error.strerror}" if isinstance(error, OSError) else error
             raise StartError(f"spool {folder}: {reason}") from None
         self._earlier = Mark(max(self._sizes, default=0), 1 << 62)
         self._next = self._earlier.segment + 1
-        self._done = Mark(min(self._sizes, default=self._next), 0)
+        if self._done.segment not in self._sizes:
+            self._done = Mark(min(self._sizes, default=self._next), 0)
         self.stock = self._count()
 
     def close(self) -> None:
@@ -157,7 +161,7 @@ class Spool:
             segment = self._done.segment
             try:
                 polls, end = self._read_segment(segment, self._done.offset, limit)
-            except OSError as error:
+            except (OSError, ValueError) as error:
                 self._give_up(segment, error)
                 continue
             if polls:
@@ -171,6 +175,8 @@ class Spool:
         self._done = max(self._done, end)
         while self._waiting and self._waiting[0].end <= self._done:
             self._waiting.popleft()
+        # Before a segment goes: a note must not outlive it, for another file may have its number next.
+        self._note_done()
         for segment in list(self._sizes):
             if Mark(segment, self._sizes[segment]) <= self._done:
                 self._delete(segment)
@@ -202,18 +208,25 @@ class Spool:
 
     def _take_stock(self) -> None:
         """What an earlier run left."""
-        for path in sorted(self.folder.glob("*.jsonl")):
+        for path in self.folder.glob("*.jsonl"):
             if not path.stem.isdecimal():
                 continue
             number, size = int(path.stem), path.stat().st_size
-            if path != self._path(number):
-                path.rename(self._path(number))
+            if path != (proper := self._path(number)):
+                if proper.exists():
+                    raise ValueError(f"{path.name} has the number of {proper.name}; give it another")
+                path.rename(proper)
             self._sizes[number] = size
+        self._done = self._read_note()
+        for number, size in sorted(self._sizes.items()):
+            offset = self._done.offset if number == self._done.segment else 0
             with self._path(number).open("rb") as file:
+                file.seek(offset)
                 lines = sum(block.count(b"\n") for block in iter(partial(file.read, 1 << 20), b""))
-            first, _ = self._read_segment(number, 0, 1, quietly=True)
+            first, _ = self._read_segment(number, offset, 1, quietly=True)
             if first:
-                self._waiting.append(_Waiting(Mark(number, size), max(lines - 1, 1), first[0].polled_at_ms))
+                polls = lines if offset else lines - 1
+                self._waiting.append(_Waiting(Mark(number, size), max(polls, 1), first[0].polled_at_ms))
             else:
                 self._delete(number)
         self._stop_reading()
@@ -224,6 +237,23 @@ class Spool:
                 self._count().polls,
                 self._count().size_bytes,
             )
+
+    def _note_done(self) -> None:
+        segment, offset = self._done
+        with suppress(OSError):
+            if offset and offset < self._sizes.get(segment, 0):
+                os.pwrite(self._lock, b"%016d %016d %020d\n" % (*self._done, self._path(segment).stat().st_ino), 0)
+            else:
+                os.ftruncate(self._lock, 0)
+
+    def _read_note(self) -> Mark:
+        """Up to where the oldest segment was committed; its beginning where that is not said of this very file."""
+        oldest = min(self._sizes, default=0)
+        with suppress(OSError, ValueError):
+            segment, offset, inode = map(int, os.pread(self._lock, 100, 0).split())
+            if segment == oldest and offset <= self._sizes[oldest] and inode == self._path(oldest).stat().st_ino:
+                return Mark(segment, offset)
+        return Mark(oldest, 0)
 
     def _find_folder(self) -> None:
         """Makes the folder again where somebody took it away; what was in it is missed when it is to be read."""
@@ -275,7 +305,11 @@ class Spool:
         polls: list[Poll] = []
         damaged = 0
         while len(polls) < limit and (line := file.readline()):
-            poll = _parse_line(line, names)
+            try:
+                poll = _parse_line(line, names)
+            except (AttributeError, KeyError, TypeError, ValueError):
+                # A line that is whole: it is the first one, which says what its values are, that is damaged.
+                raise ValueError(f"{self._path(segment).name} is no segment of a spool; move it away") from None
             if poll is None:
                 damaged += 1
             else:
@@ -285,10 +319,11 @@ class Spool:
             log.warning("spool lines skipped, torn or damaged: file=%s lines=%d", self._path(segment), damaged)
         return polls, Mark(segment, file.tell())
 
-    def _give_up(self, segment: int, error: OSError) -> None:
-        """A segment that the disk does not give back is kept under another name, and the rest goes on."""
+    def _give_up(self, segment: int, error: OSError | ValueError) -> None:
+        """A segment that cannot be read back is kept under another name, and the rest goes on."""
         path = self._path(segment)
-        log.error("spool segment cannot be read, left as it is: file=%s.unreadable reason=%s", path, error.strerror)
+        reason = error.strerror if isinstance(error, OSError) else error
+        log.error("spool segment cannot be read, left as it is: file=%s.unreadable reason=%s", path, reason)
         with suppress(OSError):
             path.rename(f"{path}.unreadable")
         while self._waiting and self._waiting[0].end.segment == segment:

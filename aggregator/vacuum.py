@@ -59,7 +59,13 @@ def vacuum_sqlite(driver: Any, file: Path, say: Say) -> None:
 def vacuum_postgres(driver: Any, say: Say) -> None:
     """`driver` is in autocommit mode. Tables that an older schema lacks are left out."""
     refused: list[str] = []
-    driver.add_notice_handler(lambda notice: refused.append(notice.message_primary) if notice.severity == "WARNING" else None)
+
+    def notice(said: Any) -> None:
+        # The other severity is a word of the server's language.
+        if said.severity_nonlocalized == "WARNING":
+            refused.append(said.message_primary)
+
+    driver.add_notice_handler(notice)
     for table in metadata.tables:
         if driver.execute("SELECT to_regclass(%s)", (table,)).fetchone()[0] is None:
             continue

@@ -206,6 +206,55 @@ def test_postgresql_dump_with_partitions_is_restored_and_goes_on(postgres_url: s
                 connection.execute(f'DROP DATABASE "{other}" WITH (FORCE)'.encode())
 
 
+def test_backup_that_is_restored_beneath_a_writer_mixes_up_no_cards(
+    database_url: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nobody is to do that, and the tools let him: what comes next would be given the keys that the writer knows."""
+    start = now_ms() - 600 * S
+    with closing(Store(database_url)) as store:
+        store.require_current()
+        store.write(turn(start)[:1])
+        restore = restoring(database_url, tmp_path)
+        store.write(turn(start + 15 * S)[:3])
+        restore()
+        for number, card in ((2, 3), (3, 0)):
+            at_ms = start + number * 15 * S
+            new, known = turn(at_ms)[card], turn(at_ms)[1:3]
+            assert store.write([new, *known]) == 3
+    engine = create_engine(parse_database_url(database_url))
+    cards = ask(engine, "SELECT uuid, vm_id, count(*) AS samples FROM v_gpu_samples GROUP BY uuid, vm_id ORDER BY uuid")
+    stays = ask(engine, "SELECT uuid, vm_id FROM v_gpu_tenancy ORDER BY uuid")
+    latest = ask(engine, "SELECT uuid, vm_id FROM v_gpu_latest ORDER BY uuid")
+    engine.dispose()
+    assert [row["samples"] for row in cards] == [2, 2, 2, 1]
+    assert [(row["uuid"], row["vm_id"]) for row in cards] == [(card.uuid, f"vm-{card.uuid}") for card in CARDS]
+    assert stays == latest == [{"uuid": row["uuid"], "vm_id": row["vm_id"]} for row in cards]
+    assert [record.message for record in caplog.records if "back in time" in record.message] == [
+        "database went back in time, what was known of it is asked anew: was a backup restored?"
+    ]
+
+
+def restoring(url: str, folder: Path) -> Callable[[], None]:
+    """Makes a backup now; returns what puts it in place of what is there, while others are connected."""
+    file, copy, programs = Path(url.removeprefix("sqlite:///")), folder / "copy", wheel_programs()
+
+    def restore_sqlite() -> None:
+        with closing(sqlite3.connect(copy)) as source, closing(sqlite3.connect(file)) as target:
+            source.backup(target)
+
+    def restore_postgres() -> None:
+        with psycopg.connect(url) as connection:
+            connection.execute("DROP SCHEMA public CASCADE")
+            connection.execute("CREATE SCHEMA public")
+        subprocess.run([programs / "pg_restore", f"--dbname={url}", copy], check=True)
+
+    if url.startswith("sqlite"):
+        by_python(file, copy)
+        return restore_sqlite
+    subprocess.run([programs / "pg_dump", "--format=custom", f"--file={copy}", f"--dbname={url}"], check=True)
+    return restore_postgres
+
+
 def look_after(store: Store) -> None:
     Maintenance(store, Retention()).look()
 

@@ -320,6 +320,26 @@ def test_a_step_that_is_undone_leaves_all_as_it_was(fleet: Fleet) -> None:
     assert fleet.stored(FIVE_MINUTES) == fleet.expected(FIVE_MINUTES, T0 + HOUR_MS) != before
 
 
+def test_one_that_was_stopped_between_two_steps_leaves_what_another_has_done_since(fleet: Fleet) -> None:
+    """Another holder of its lease went on, and the samples are gone."""
+    fleet.add_cards(3)
+    fleet.store(fleet.wander(random.Random(7), T0, T0 + 8 * HOUR_MS, 3))
+    fleet.step(lambda connection: close(connection, FIVE_MINUTES, T0 + 8 * HOUR_MS + 30 * S))
+    stopped = Rollup(FIVE_MINUTES, {"sqlite": 100, "postgresql": 100})
+    assert fleet.step(stopped.step)
+
+    fleet.roll_up(T0 + 8 * HOUR_MS + 30 * S)
+    fleet.step(lambda connection: close(connection, FIVE_MINUTES, T0 + 9 * HOUR_MS))
+    keep = {"raw": 0, "5m": 1000 * DAY, "1h": 1000 * DAY}
+    while fleet.step(lambda connection: retention_step(connection, keep, T0 + 8 * HOUR_MS)):
+        pass
+    assert fleet.one("SELECT count(*) FROM gpu_sample") == 0
+    while fleet.step(stopped.step):
+        pass
+
+    assert fleet.stored(FIVE_MINUTES) == fleet.expected(FIVE_MINUTES, T0 + 8 * HOUR_MS)
+
+
 # Late rows
 
 
@@ -338,6 +358,35 @@ def test_late_rows_open_their_bucket_again_and_its_hour(fleet: Fleet) -> None:
 
     assert fleet.stored(FIVE_MINUTES) == fleet.expected(FIVE_MINUTES, T0 + 7 * HOUR_MS)
     assert fleet.stored(HOUR) == fleet.expected(HOUR, T0 + 7 * HOUR_MS)
+    assert fleet.one("SELECT count(*) FROM rollup_due") == 0
+
+
+def test_late_rows_spoil_no_bucket_whose_samples_an_operator_dropped(fleet: Fleet) -> None:
+    """Two hours, as the day of a partition; PostgreSQL, where that is one statement, counts what comes late as well."""
+    fleet.add_cards(2)
+    rows = [fleet.sample(gpu_id, at, busy=at // S % 101) for gpu_id in (1, 2) for at in range(T0, T0 + 4 * HOUR_MS, 15 * S)]
+    late = [row for row in rows if row[_AT] // S % 45 == 0]
+    fleet.store([row for row in rows if row not in late])
+    fleet.roll_up(T0 + 4 * HOUR_MS + 30 * S)
+    before = {level: fleet.stored(level) for level in LEVELS}
+    with fleet.engine.begin() as connection:
+        connection.execute(text(f"DELETE FROM gpu_sample WHERE sampled_at_ms < {T0 + 2 * HOUR_MS}"))
+
+    # A few at first: buckets beside those that are due are spoken for by them.
+    fleet.store_late([row for row in late if row[_AT] // (5 * MINUTE) % 3 == 2])
+    fleet.roll_up(T0 + 4 * HOUR_MS + 30 * S)
+    fleet.store_late([row for row in late if row[_AT] // (5 * MINUTE) % 3 != 2])
+    fleet.roll_up(T0 + 4 * HOUR_MS + 30 * S)
+
+    for level in LEVELS:
+        stored, expected = fleet.stored(level), fleet.expected(level, T0 + 4 * HOUR_MS)
+        assert stored.keys() == expected.keys()
+        for key, bucket in expected.items():
+            if fleet.is_sqlite and key[1] < T0 + 2 * HOUR_MS:
+                assert stored[key]["samples"] >= before[level][key]["samples"]
+                continue
+            names = [name for name in bucket if not name.startswith(("covered", "energy", "utilization_gpu_ms"))]
+            assert {name: stored[key][name] for name in names} == {name: bucket[name] for name in names}
     assert fleet.one("SELECT count(*) FROM rollup_due") == 0
 
 

@@ -157,7 +157,7 @@ def test_what_an_earlier_run_left_comes_first(folder: Path) -> None:
         assert not spool.holds_earlier
 
 
-def test_forgotten_segments_are_gone_for_the_next_run_and_others_come_whole(folder: Path) -> None:
+def test_what_is_forgotten_does_not_come_in_the_next_run(folder: Path) -> None:
     with closing(Spool(folder, segment_bytes=1)) as spool:
         for number in range(4):
             spool.append(polls(2 * number, 2 * number + 1))
@@ -165,7 +165,58 @@ def test_forgotten_segments_are_gone_for_the_next_run_and_others_come_whole(fold
         spool.forget(spool.read(1)[1])
         assert len(segments(folder)) == 3
     with closing(Spool(folder)) as spool:
-        assert drain(spool) == [2, 3, 4, 5, 6, 7]
+        assert spool.stock[:2] == (5, 3)
+        assert spool.stock.oldest_ms == T0 + 3
+        assert drain(spool) == [3, 4, 5, 6, 7]
+        assert segments(folder) == []
+    assert (folder / "lock").read_bytes() == b""
+
+
+def test_killed_program_writes_nothing_again_but_the_batch_on_its_way(folder: Path) -> None:
+    """Of samples that came too late for their bucket only the sums are left: written again they would count twice."""
+    code = (
+        "import os, sys; from pathlib import Path\n"
+        "from aggregator.spool import Spool; from tests.aggregator.test_spool import polls\n"
+        "spool = Spool(Path(sys.argv[1])); spool.append(polls(*range(6)))\n"
+        "spool.forget(spool.read(2)[1]); spool.forget(spool.read(2)[1]); spool.read(2); os.kill(os.getpid(), 9)"
+    )
+    subprocess.run([sys.executable, "-c", code, str(folder)], check=False)
+    with closing(Spool(folder)) as spool:
+        assert drain(spool) == [4, 5]
+
+
+@pytest.mark.parametrize("change", ["copied", "earlier one", "shorter", "note of old"])
+def test_how_far_one_file_is_committed_is_not_taken_of_another(folder: Path, change: str) -> None:
+    with closing(Spool(folder)) as spool:
+        spool.append(polls(*range(4)))
+        spool.forget(spool.read(2)[1])
+    (segment,) = segments(folder)
+    if change == "copied":
+        shutil.copy(segment, folder / "copy")
+        (folder / "copy").rename(segment)
+        expected = [0, 1, 2, 3]
+    elif change == "earlier one":
+        shutil.copy(segment, folder / "0.jsonl")
+        expected = [0, 1, 2, 3, 0, 1, 2, 3]
+    elif change == "shorter":
+        with segment.open("r+b") as file:
+            file.truncate(len(b"".join(file.readlines()[:2])))
+        expected = [0]
+    else:
+        (folder / "lock").write_bytes(b"what an operator wrote")
+        expected = [0, 1, 2, 3]
+    with closing(Spool(folder)) as spool:
+        assert drain(spool) == expected
+
+
+def test_two_files_of_one_number_are_named_and_kept(folder: Path) -> None:
+    with closing(Spool(folder)) as spool:
+        spool.append(polls(0))
+    (segment,) = segments(folder)
+    shutil.copy(segment, folder / "1.jsonl")
+    with pytest.raises(StartError, match=f"1.jsonl has the number of {segment.name}; give it another"):
+        Spool(folder)
+    assert sorted(path.name for path in segments(folder)) == [segment.name, "1.jsonl"]
 
 
 def test_a_mark_of_an_append_forgets_up_to_there(spool: Spool) -> None:
@@ -256,6 +307,30 @@ def test_segment_that_the_disk_does_not_give_back_does_not_stop_the_others(folde
 
 
 # Bounds
+
+
+@pytest.mark.parametrize("found_at", ["start", "run"])
+def test_segment_whose_first_line_is_damaged_is_named_and_kept(
+    folder: Path, caplog: pytest.LogCaptureFixture, found_at: str
+) -> None:
+    """Its other lines are whole, and say nothing without it."""
+    with closing(Spool(folder, segment_bytes=1)) as spool:
+        for number in (1, 2):
+            spool.append(polls(number))
+        damaged, _ = segments(folder)
+        if found_at == "run":
+            damaged.write_bytes(damaged.read_bytes().replace(b'"vmm"', b'"vmn"', 1))
+            assert drain(spool) == [2]
+            assert spool.damaged == 1
+            assert f"file={damaged}.unreadable reason={damaged.name} is no segment of a spool; move it away" in caplog.text
+    if found_at == "start":
+        damaged.write_bytes(damaged.read_bytes().replace(b'"vmm"', b'"vmn"', 1))
+        for _ in range(2):
+            with pytest.raises(StartError, match=f"{damaged.name} is no segment of a spool; move it away"):
+                Spool(folder)
+        damaged.unlink()
+        with closing(Spool(folder)) as spool:
+            assert drain(spool) == [2]
 
 
 def test_bound_in_bytes_holds_and_what_is_there_stays(folder: Path) -> None:
