@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from aggregator import scoped_queries as queries
+from aggregator.database import Reading
 from aggregator.errors import Ambiguous, NotFound
 from aggregator.heatmap import read_heatmap
 from aggregator.history import HISTOGRAM_FIELD, HISTOGRAM_WITHIN, Subject, read_fleet, read_history
@@ -29,7 +30,6 @@ from aggregator.parameters import (
     shown,
 )
 from aggregator.scoped_queries import Where
-from aggregator.store import Reading
 from gpuwire.access import Scope
 
 MAX_STAYS, MAX_STRETCHES = 100, 50

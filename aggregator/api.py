@@ -24,11 +24,12 @@ from aiohttp.http_exceptions import BadHttpMethod, HttpProcessingError, LineTooL
 from pydantic_core import to_json
 
 from aggregator.answers import Text
+from aggregator.database import READ_LIMIT_S
 from aggregator.errors import DatabaseAway, Forbidden, NotFound, QueryTooSlow, WrongMethod
 from aggregator.export import CONTENT_TYPES, export_chunks
 from aggregator.parameters import Export, Nothing, read_parameters
 from aggregator.routes import EXPORT, OPENAPI, PREFIX, ROUTES, Route, openapi
-from aggregator.store import READ_LIMIT_S, Store
+from aggregator.store import Store
 from gpuwire import service
 from gpuwire.access import EVERYTHING, OPEN_PATHS, Scope, Tokens
 from gpuwire.errors import Malformed, Saturated, TelemetryError

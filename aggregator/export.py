@@ -17,9 +17,10 @@ from sqlalchemy import text
 from aggregator import scoped_queries as queries
 from aggregator.bulk import SAMPLE_COLUMNS
 from aggregator.csv_text import csv_lines
+from aggregator.database import Reading
 from aggregator.parameters import Export, rfc3339
 from aggregator.scoped_queries import Where, rows_of
-from aggregator.store import Reading, Store
+from aggregator.store import Store
 from gpuwire.access import Scope
 from gpuwire.device import GAUGES
 

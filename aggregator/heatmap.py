@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from aggregator import scoped_queries as queries
+from aggregator.database import Reading
 from aggregator.history import (
     NAMES,
     NAMES_OF_TABLES,
@@ -26,7 +27,6 @@ from aggregator.history import (
 )
 from aggregator.parameters import shown
 from aggregator.scoped_queries import Where, sample_sources
-from aggregator.store import Reading
 from gpuwire.access import Scope
 from gpuwire.errors import Malformed
 

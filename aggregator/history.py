@@ -16,10 +16,10 @@ from typing import Any
 
 from sqlalchemy import text
 
+from aggregator.database import Reading
 from aggregator.parameters import PERCENTILES, shown
 from aggregator.rollup import FIVE_MINUTES, HOUR, Progress, Span, from_samples, read_progress, stale_after_ms
 from aggregator.scoped_queries import Where, rows_of, sample_sources
-from aggregator.store import Reading
 from aggregator.tables import UTILIZATION_BINS, UTILIZATION_BOUNDS, gpu_5m
 from gpuwire.access import Scope
 from gpuwire.device import GAUGES

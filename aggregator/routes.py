@@ -13,10 +13,10 @@ from pydantic.json_schema import models_json_schema
 
 from aggregator import answers, parameters, replies
 from aggregator.answers import Answer
+from aggregator.database import Reading
 from aggregator.errors import Ambiguous, DatabaseAway, Forbidden, NotFound, QueryTooSlow
 from aggregator.parameters import Parameters
 from aggregator.reports import api as reports
-from aggregator.store import Reading
 from gpuwire.access import Scope
 from gpuwire.errors import Malformed, Saturated, TelemetryError, Unauthorized
 

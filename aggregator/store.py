@@ -1,22 +1,19 @@
-"""The only door to a database: addresses, starting, writing polls, reading. SQLite and PostgreSQL alike.
+"""The only door to the history: starting, writing polls, leases, reading. SQLite and PostgreSQL alike.
 
 Synchronous; one thread writes, others may read. Every error of a database becomes one of ours here: StartError from what is
-called at start; from the rest DatabaseAway, which passes, or Unstorable, which does not. What is written of a batch is decided
-in batch.py.
+called at start; from the rest DatabaseAway, which passes, or Unstorable, which does not. How one gets to a database stands in
+database.py, what is written of a batch in batch.py.
 """
 
 from __future__ import annotations
 
 import importlib.resources
 import logging
-import os
-import re
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -31,31 +28,41 @@ from sqlalchemy import (
     ColumnElement,
     Connection,
     Engine,
-    Executable,
     TextualSelect,
-    create_engine,
     delete,
-    event,
     false,
     inspect,
     literal,
     literal_column,
-    make_url,
     or_,
     select,
     text,
     true,
 )
 from sqlalchemy.dialects import postgresql, sqlite
-from sqlalchemy.exc import ArgumentError, DBAPIError
+from sqlalchemy.exc import DBAPIError
 from sqlalchemy.exc import TimeoutError as PoolTimeout
 
 from aggregator import queries
 from aggregator.batch import Batch
-from aggregator.bulk import LIMIT_WAITS, LOCK_WAIT_S
+from aggregator.bulk import LIMIT_WAITS
 from aggregator.catalogue import differences, put_back
 from aggregator.check import Condition
 from aggregator.comments import VIEWS, comments
+from aggregator.database import (
+    READ_LIMIT_S,
+    Reading,
+    engine_of,
+    kind_of,
+    make_no_file,
+    message_of,
+    parse_database_url,
+    plain,
+    reading_until,
+    reason_of,
+    why_unopened,
+    without_password,
+)
 from aggregator.errors import DatabaseAway, QueryTooSlow, Unstorable
 from aggregator.known import Memory
 from aggregator.rows import Cvm, Poll
@@ -70,47 +77,16 @@ MIGRATIONS = Path(str(importlib.resources.files("aggregator._migrations")))
 MAX_LAG_S = 54.0
 RESUME_WITHIN_S = 120.0
 START_LOCK_WAIT_S = 15
-READ_LIMIT_S = 10.0
-# Some tenths of a millisecond.
-_SQLITE_STEPS = 20_000
 # A writer that was stopped for so long may have lost its leases to another one without a word; less than a lease lasts, by as
 # much as lies between two renewals.
 FORGET_AFTER_S = 15.0
 _LEASES_AT_ONCE = 300
 _WORD = "poll"
-_POOL_WAIT_S = 2
-# A server that is gone without a word is noticed within seconds, and the database is tried again.
-_POSTGRES_PATIENCE = {
-    "connect_timeout": 3,
-    "keepalives_idle": 5,
-    "keepalives_interval": 2,
-    "keepalives_count": 3,
-    "tcp_user_timeout": 10_000,
-}
-_ALLOWED = "sqlite:///FILE or postgresql://USER@HOST/DATABASE"
 # Any fixed number: two programs that upgrade one PostgreSQL at once wait for each other on it.
 _UPGRADE_LOCK = 0x6770755F
 
 # Alembic announces each of its steps at info, in its own style; ours says what matters in one line.
 logging.getLogger("alembic.runtime").setLevel(logging.WARNING)
-
-
-def parse_database_url(text: str) -> URL:
-    """`sqlite:///FILE` or `postgresql://...` (spoken to through psycopg). Raises StartError naming the value, no password."""
-    shown = _without_password(text)
-    try:
-        url = make_url(text)
-    except (ArgumentError, ValueError):
-        raise StartError(f"database URL {shown!r} cannot be read; allowed: {_ALLOWED}") from None
-    if url.drivername == "postgresql":
-        if "@" in (url.host or ""):
-            raise StartError(f"database URL {shown!r} has an @ too many (in a password it is written %40); allowed: {_ALLOWED}")
-        return url.set(drivername="postgresql+psycopg")
-    if url.drivername != "sqlite":
-        raise StartError(f"database URL {shown!r} names no database we know; allowed: {_ALLOWED}")
-    if url.host or url.query or not url.database or url.database.startswith((":memory:", "file:")):
-        raise StartError(f"database URL {shown!r} names no file to keep a history in; allowed: {_ALLOWED}")
-    return url
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,21 +118,21 @@ class Store:
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self._url = parse_database_url(url) if isinstance(url, str) else url
-        self.name = _without_password(self._url.set(drivername=self._url.get_backend_name()).render_as_string(False))
+        self.name = without_password(self._url.set(drivername=self._url.get_backend_name()).render_as_string(False))
         try:
             # The writer keeps one connection of its own, so that readers never make it wait for one.
-            self._writing = _engine(self._url, writes=True)
-            self._reading = _engine(self._url, writes=False)
+            self._writing = engine_of(self._url, writes=True)
+            self._reading = engine_of(self._url, writes=False)
             # Leases run out while a batch waits.
-            self._leasing = _engine(self._url, writes=True)
-            self._maintaining = _engine(self._url, writes=True)
+            self._leasing = engine_of(self._url, writes=True)
+            self._maintaining = engine_of(self._url, writes=True)
         except ImportError as error:
             raise StartError(f"database {self.name}: {error.name} is missing; install cvm-gpu-telemetry[postgres]") from None
         self._engines = (self._writing, self._reading, self._leasing, self._maintaining)
         self._file: tuple[int, int] | None = None  # device and inode
         if self.dialect == "sqlite":
             for engine in self._engines:
-                _make_no_file(engine, Path(str(self._url.database)))
+                make_no_file(engine, Path(str(self._url.database)))
         self._alembic = _alembic_config(migrations)
         self._memory = Memory()
         self._resume_ms = round(resume_within_s * 1000)
@@ -201,10 +177,10 @@ class Store:
             try:
                 command.upgrade(self._alembic, "head")
             except DBAPIError as error:
-                if _kind_of(error, engine.dialect.loaded_dbapi) != "schema":
+                if kind_of(error, engine.dialect.loaded_dbapi) != "schema":
                     raise
                 raise StartError(
-                    f"database {self.name} was altered, its schema {before} cannot be upgraded: {_one_line(error)};"
+                    f"database {self.name} was altered, its schema {before} cannot be upgraded: {message_of(error)};"
                     " undo that or restore a backup (nothing was changed)"
                 ) from error
             missing = [difference for difference in differences(connection) if difference.can_be_put_back]
@@ -276,7 +252,7 @@ class Store:
     def require_file(self) -> None:
         """Raises StartError where a SQLite file is not there, which opening it would make."""
         if self.dialect == "sqlite" and not (path := Path(str(self._url.database))).is_file():
-            raise StartError(f"database {self.name}: {_why_unopened(path) or 'there is no such file'}")
+            raise StartError(f"database {self.name}: {why_unopened(path) or 'there is no such file'}")
 
     def _revision(self, connection: Connection) -> str | None:
         rows = MigrationContext.configure(connection).get_current_heads()
@@ -375,7 +351,7 @@ class Store:
             if isinstance(error, DatabaseAway | Unstorable) or not isinstance(error, Exception):
                 raise
             # Values that the driver cannot hand over, or a fault of ours: waiting does not mend it.
-            raise Unstorable(f"{self.name}: {type(error).__name__}: {_one_line(error)}") from error
+            raise Unstorable(f"{self.name}: {type(error).__name__}: {message_of(error)}") from error
         batch.remember()
         self._wrote_s = self._clock()
         return stored
@@ -515,8 +491,8 @@ class Store:
         within about `limit_s`."""
         deadline = time.monotonic() + limit_s
         try:
-            with self._running(), self._reading.connect() as connection, _limited(connection, deadline) as limited:
-                yield Reading(limited, deadline)
+            with self._running(), self._reading.connect() as connection, reading_until(connection, deadline) as reading:
+                yield reading
         except DatabaseAway as error:
             if error.kind != "timeout":
                 raise
@@ -530,20 +506,20 @@ class Store:
     def _rows(self, query: TextualSelect, **values: Any) -> list[dict[str, Any]]:
         with self._running(), self._reading.connect() as connection:
             rows = connection.execute(query, values).mappings()
-            return [{name: _plain(value) for name, value in row.items()} for row in rows]
+            return [{name: plain(value) for name, value in row.items()} for row in rows]
 
     # Errors
 
     @contextmanager
     def _starting(self, *, writes: bool = True, lock_wait_s: float = START_LOCK_WAIT_S) -> Iterator[Engine]:
         """Connections that wait longer for a lock: who is upgrading is worth waiting for."""
-        engine = _engine(self._url, writes=writes, lock_wait_s=lock_wait_s)
+        engine = engine_of(self._url, writes=writes, lock_wait_s=lock_wait_s)
         driver: Any = engine.dialect.loaded_dbapi
         try:
             yield engine
         except (DBAPIError, PoolTimeout, CommandError, driver.Error) as error:
-            held = "; another program holds it, stop that or try again" if _kind_of(error, driver) == "locked" else ""
-            raise StartError(f"database {self.name}: {self._reason(error)}{held}") from error
+            held = "; another program holds it, stop that or try again" if kind_of(error, driver) == "locked" else ""
+            raise StartError(f"database {self.name}: {reason_of(error, self._url)}{held}") from error
         finally:
             engine.dispose()
 
@@ -553,104 +529,9 @@ class Store:
         try:
             yield
         except (DBAPIError, PoolTimeout, driver.Error) as error:
-            reason = f"{self.name}: {self._reason(error)}"
-            kind = _kind_of(error, driver)
+            reason = f"{self.name}: {reason_of(error, self._url)}"
+            kind = kind_of(error, driver)
             raise Unstorable(reason) if kind is None else DatabaseAway(reason, kind) from error
-
-    def _reason(self, error: Exception) -> str:
-        """SQLite itself says no more of a file than that it cannot be opened, or written."""
-        cause = error.orig if isinstance(error, DBAPIError) else error
-        if getattr(cause, "sqlite_errorcode", 0) & 0xFF in _SQLITE_UNOPENED:
-            return _why_unopened(Path(str(self._url.database))) or _one_line(error)
-        return _one_line(error)
-
-
-_SQLITE_UNOPENED = (8, 14)  # READONLY, CANTOPEN
-_SQLITE_KINDS = {
-    3: "denied",  # PERM
-    5: "locked",  # BUSY
-    6: "locked",  # LOCKED
-    7: "resources",  # NOMEM
-    8: "read_only",  # READONLY
-    9: "timeout",  # INTERRUPT
-    10: "io",  # IOERR
-    11: "io",  # CORRUPT
-    13: "disk_full",  # FULL
-    14: "unreachable",  # CANTOPEN
-    26: "io",  # NOTADB
-}
-_SQLITE_REFUSALS = {18, 19, 20, 25}  # TOOBIG, CONSTRAINT, MISMATCH, RANGE
-# By the longest beginning of the SQLSTATE that is here.
-_POSTGRES_KINDS = {
-    "08": "unreachable",
-    "25": "other",
-    "25006": "read_only",
-    "28": "denied",
-    "3D": "unreachable",
-    "40": "deadlock",
-    "42": "schema",
-    "42501": "denied",
-    "53": "resources",
-    "53100": "disk_full",
-    "55P03": "locked",
-    "57014": "timeout",
-    "57P": "unreachable",
-    "57P03": "starting",
-    "58": "io",
-    "XX00": "io",
-}
-_POSTGRES_REFUSALS = ("22", "23")
-
-
-def _kind_of(error: Exception, driver: Any) -> str | None:
-    """The kind of a DatabaseAway; None for what will never be stored. Sources: SQLite's result codes,
-    PostgreSQL's appendix A."""
-    if isinstance(error, PoolTimeout):
-        return "locked"
-    cause: Any = error.orig if isinstance(error, DBAPIError) else error
-    code = getattr(cause, "sqlite_errorcode", None)
-    if code is not None:
-        return None if code & 0xFF in _SQLITE_REFUSALS else _SQLITE_KINDS.get(code & 0xFF, "schema" if code == 1 else "other")
-    state = getattr(cause, "sqlstate", None)
-    if state is not None:
-        # A CHECK has a name. Without one it was a partition, made for these rows while they waited to go into the default one.
-        if state == "23514" and cause.diag.constraint_name is None:
-            return "locked"
-        if state.startswith(_POSTGRES_REFUSALS):
-            return None
-        return next((_POSTGRES_KINDS[state[:n]] for n in (5, 4, 3, 2) if state[:n] in _POSTGRES_KINDS), "other")
-    lost = isinstance(cause, driver.OperationalError) or (
-        driver.__name__ == "psycopg" and isinstance(cause, driver.InterfaceError)
-    )
-    return "unreachable" if lost else None
-
-
-def _plain(value: Any) -> Any:
-    """A timestamp as the SQLite views write it; anything else as it is."""
-    if isinstance(value, datetime):
-        return value.astimezone(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
-    return value
-
-
-class Reading:
-    """What is asked of a database within one transaction; see Store.reading."""
-
-    def __init__(self, connection: Connection, deadline: float) -> None:
-        self.connection = connection
-        self.dialect = connection.dialect.name
-        self._deadline = deadline
-
-    def tuples(self, query: Executable) -> list[Any]:
-        """Rows as the driver gives them."""
-        if time.monotonic() > self._deadline:
-            raise QueryTooSlow
-        return list(self.connection.execute(query).all())
-
-    def rows(self, query: Executable) -> list[dict[str, Any]]:
-        """Timestamps are text on both databases."""
-        if time.monotonic() > self._deadline:
-            raise QueryTooSlow
-        return [{name: _plain(value) for name, value in row.items()} for row in self.connection.execute(query).mappings().all()]
 
 
 def _comment(connection: Connection) -> None:
@@ -660,95 +541,8 @@ def _comment(connection: Connection) -> None:
     connection.exec_driver_sql("; ".join(comments(columns)).replace("%", "%%"))
 
 
-# Connections
-
-
-@contextmanager
-def _limited(connection: Connection, deadline: float) -> Iterator[Connection]:
-    """`connection` in a transaction that only reads, sees one instant, and is broken off at the deadline (monotonic)."""
-    if connection.dialect.name == "sqlite":
-        driver: Any = connection.connection.driver_connection
-        driver.set_progress_handler(lambda: time.monotonic() > deadline, _SQLITE_STEPS)
-        try:
-            yield connection
-        finally:
-            driver.set_progress_handler(None, 0)
-        return
-    connection = connection.execution_options(isolation_level="REPEATABLE READ", postgresql_readonly=True)
-    # To compile a plan takes longer than what is asked here.
-    limits = "SELECT set_config('statement_timeout', %s, true), set_config('jit', 'off', true)"
-    connection.exec_driver_sql(limits, (f"{max(1, round((deadline - time.monotonic()) * 1000))}ms",))
-    yield connection
-
-
-def _engine(url: URL, *, writes: bool, lock_wait_s: float = LOCK_WAIT_S) -> Engine:
-    pool = {"pool_size": 1, "max_overflow": 0} if writes else {"pool_size": 5, "max_overflow": 5}
-    if url.get_backend_name() == "sqlite":
-        engine = create_engine(url, connect_args={"timeout": lock_wait_s}, pool_timeout=_POOL_WAIT_S, **pool)
-        _prepare_sqlite(engine, writes=writes)
-        return engine
-    arguments = {name: value for name, value in _POSTGRES_PATIENCE.items() if name not in url.query}
-    # A writer waits for locks and must see then what was committed meanwhile, whatever the database's default is.
-    isolation: Any = {"isolation_level": "READ COMMITTED"}
-    return create_engine(url, connect_args=arguments, pool_pre_ping=True, pool_timeout=_POOL_WAIT_S, **isolation, **pool)
-
-
-def _prepare_sqlite(engine: Engine, *, writes: bool) -> None:
-    # How space is given back is decided with the first page of a new file, which WAL writes.
-    mode = ("auto_vacuum=INCREMENTAL", "journal_mode=WAL") if writes else ("query_only=ON",)
-    pragmas = ("foreign_keys=ON", "synchronous=NORMAL", *mode)
-
-    @event.listens_for(engine, "connect")
-    def on_connect(connection: Any, _record: Any) -> None:
-        # sqlite3 would begin transactions by itself, too late: after the reads they depend on, and never around DDL.
-        connection.isolation_level = None
-        for pragma in pragmas:
-            connection.execute(f"PRAGMA {pragma}")
-
-    @event.listens_for(engine, "begin")
-    def on_begin(connection: Connection) -> None:
-        # A transaction that reads first and writes later gets SQLITE_BUSY at once, whatever the busy timeout.
-        connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
-
-
-def _make_no_file(engine: Engine, path: Path) -> None:
-    """In place of one that is away SQLite would make an empty one, which others would take for the history."""
-
-    @event.listens_for(engine, "do_connect")
-    def on_do_connect(dialect: Any, _record: Any, _arguments: Any, _more: Any) -> None:
-        if not path.exists():
-            raise dialect.loaded_dbapi.OperationalError("there is no such file")
-
-
-def _why_unopened(path: Path) -> str | None:
-    """Why SQLite does not open this file, or not to write; None where nothing is seen of that."""
-    folder = path.absolute().parent
-    if path.is_dir():
-        return "this is a folder; name a file in it"
-    if not folder.is_dir():
-        return f"there is no folder {folder}"
-    if os.statvfs(folder).f_flag & os.ST_RDONLY:
-        return f"{folder} is mounted read-only, and SQLite writes beside a file even to read it; use a copy elsewhere"
-    if path.exists() and not os.access(path, os.R_OK | os.W_OK):
-        return f"this user may not {'write' if os.access(path, os.R_OK) else 'read'} the file"
-    if not os.access(folder, os.W_OK | os.X_OK):
-        return f"this user may not write into {folder}, where SQLite puts files beside its own"
-    return None
-
-
 def _alembic_config(migrations: Path) -> Config:
     config = Config()
     config.set_main_option("script_location", str(migrations).replace("%", "%%"))
     config.set_main_option("path_separator", "os")
     return config
-
-
-def _one_line(error: Exception) -> str:
-    if isinstance(error, PoolTimeout):
-        return f"no connection is free within {_POOL_WAIT_S} s, what was asked before is not answered yet"
-    cause = error.orig if isinstance(error, DBAPIError) else error
-    return " ".join(str(cause).split()) or type(cause).__name__
-
-
-def _without_password(text: str) -> str:
-    return re.sub(r"(password=)[^&]*", r"\1***", re.sub(r"(://[^:/?]*:).*@", r"\1***@", text))

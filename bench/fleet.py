@@ -26,7 +26,7 @@ from pathlib import Path
 import psutil
 from sqlalchemy import create_engine, text
 
-from aggregator.store import parse_database_url
+from aggregator.database import parse_database_url
 from bench.processes import module, serving
 from tests.processes import free_port, running
 

@@ -25,9 +25,10 @@ import psycopg
 from sqlalchemy import Connection, text
 
 from aggregator.bulk import SAMPLE_COLUMNS
+from aggregator.database import parse_database_url
 from aggregator.partitions import make_ahead, partition_of
 from aggregator.rollup import LEVELS, Rollup, close, read_progress
-from aggregator.store import Store, parse_database_url
+from aggregator.store import Store
 from aggregator.tables import gpu_1h, gpu_5m, gpu_sample
 from bench.history import DAY_MS, HOUR_MS, STALE_MS, Card, History, Shape
 

@@ -18,9 +18,10 @@ from sqlalchemy import text
 
 from aggregator import answers, parameters
 from aggregator.answers import Answer
+from aggregator.database import READ_LIMIT_S, Reading
 from aggregator.export import export_chunks
 from aggregator.parameters import DAY_MS, HOUR_MS
-from aggregator.store import READ_LIMIT_S, Reading, Store
+from aggregator.store import Store
 from gpuwire.access import EVERYTHING
 
 GAUGES = ("utilization_gpu", "memory_used_bytes", "temperature_c", "power_usage_mw")

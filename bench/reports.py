@@ -20,10 +20,11 @@ from sqlalchemy import text
 
 from aggregator import answers, parameters
 from aggregator.answers import Answer
+from aggregator.database import READ_LIMIT_S, Reading
 from aggregator.parameters import DAY_MS, HOUR_MS
 from aggregator.reports import prepare, reports
 from aggregator.reports.api import OneReport, one_report
-from aggregator.store import READ_LIMIT_S, Reading, Store
+from aggregator.store import Store
 from bench.queries import history_sql
 from gpuwire.access import EVERYTHING
 

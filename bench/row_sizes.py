@@ -19,12 +19,13 @@ from pathlib import Path
 
 from sqlalchemy import create_engine, text
 
+from aggregator.database import parse_database_url
 from aggregator.hot import hot_rows
 from aggregator.maintenance import HOT_ROWS_AT_MOST, Maintenance
 from aggregator.partitions import partition_of
 from aggregator.rows import Cvm, Poll, Sample
 from aggregator.settings import Retention
-from aggregator.store import Store, parse_database_url
+from aggregator.store import Store
 from aggregator.tables import metadata
 from gpuwire.bdf import Bdf
 from gpuwire.device import GpuDevice

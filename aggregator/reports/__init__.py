@@ -20,11 +20,11 @@ from zoneinfo import ZoneInfo
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from sqlalchemy import TextClause, text
 
+from aggregator.database import Reading
 from aggregator.reports.parameters import ReportParameters, model_of
 from aggregator.rollup import FIVE_MINUTES, HOT, HOUR, HOUR_MS, Progress, read_progress, stale_after_ms
 from aggregator.scoped_queries import STAY_LAG_MS, Where
 from aggregator.spans import ERROR_KINDS
-from aggregator.store import Reading
 from aggregator.tables import UTILIZATION_BINS, UTILIZATION_BOUNDS
 from aggregator.views import TIMESTAMP
 from gpuwire.access import Scope

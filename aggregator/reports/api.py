@@ -8,13 +8,13 @@ from pydantic import Field, PlainValidator, WithJsonSchema, create_model
 from pydantic.fields import FieldInfo
 
 from aggregator.answers import Answer, Text
+from aggregator.database import Reading
 from aggregator.errors import Forbidden, NotFound
 from aggregator.parameters import Nothing, one_of, parse_text, shown
 from aggregator.replies import TIME, Reply
 from aggregator.reports import MAX_ROWS, Report, prepare, reports, run_report, statement_text
 from aggregator.reports.display import as_csv, as_object, describe
 from aggregator.reports.parameters import PARAMETERS, ReportParameters
-from aggregator.store import Reading
 from gpuwire.access import Scope
 from gpuwire.errors import Malformed
 

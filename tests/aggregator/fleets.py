@@ -17,11 +17,12 @@ from sqlalchemy import create_engine, text
 from yarl import URL
 
 from aggregator.api import Api
+from aggregator.database import parse_database_url
 from aggregator.parameters import rfc3339
 from aggregator.rollup import LEVELS, Rollup, close, due_step
 from aggregator.rows import Cvm, Poll, Sample
 from aggregator.scoped_queries import sample_sources
-from aggregator.store import Store, parse_database_url
+from aggregator.store import Store
 from gpuwire.access import Tokens
 from gpuwire.bdf import Bdf
 from gpuwire.device import GpuDevice

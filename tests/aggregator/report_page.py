@@ -8,10 +8,11 @@ from pathlib import Path
 
 from multidict import MultiDict
 
+from aggregator.database import Reading
 from aggregator.parameters import read_parameters
 from aggregator.reports import Report, reports, run_report
 from aggregator.reports.display import WIDTH, as_table
-from aggregator.store import Reading, Store
+from aggregator.store import Store
 from gpuwire.access import EVERYTHING
 from tests.aggregator.story import END_MS, tell
 

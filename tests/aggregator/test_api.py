@@ -20,12 +20,13 @@ from yarl import URL
 from aggregator import parameters, replies
 from aggregator.answers import Answer
 from aggregator.api import EXPORTS, QUESTIONS, Api, accepts_gzip
+from aggregator.database import Reading
 from aggregator.errors import QueryTooSlow
 from aggregator.heatmap import choose_step
 from aggregator.parameters import rfc3339
 from aggregator.routes import ROUTES, Route
 from aggregator.rows import Poll, Sample
-from aggregator.store import Reading, Store
+from aggregator.store import Store
 from gpuwire.bdf import Bdf
 from gpuwire.device import GpuDevice
 from tests.aggregator.fleets import (

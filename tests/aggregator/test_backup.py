@@ -19,12 +19,13 @@ import pytest
 from sqlalchemy import create_engine, make_url
 
 from aggregator.check import problems
+from aggregator.database import parse_database_url
 from aggregator.errors import DatabaseAway
 from aggregator.hot import move_step
 from aggregator.maintenance import Maintenance
 from aggregator.rows import Cvm, Poll
 from aggregator.settings import Retention
-from aggregator.store import Store, parse_database_url
+from aggregator.store import Store
 from gpuwire.errors import StartError
 from tests.aggregator.test_store import DEVICE, S, ask, poll, sample
 from tests.needs import program_or_skip

@@ -31,9 +31,10 @@ from aggregator.check import (
     problems,
     size_of,
 )
+from aggregator.database import parse_database_url
 from aggregator.hot import move_step
 from aggregator.rows import Cvm
-from aggregator.store import Store, parse_database_url
+from aggregator.store import Store
 from aggregator.survey import counted
 from aggregator.vacuum import require_room
 from aggregator.views import view_queries

@@ -16,7 +16,8 @@ import pytest
 from sqlalchemy import Engine, create_engine, inspect, text
 
 from aggregator.comments import VIEWS, column_comment
-from aggregator.store import Store, parse_database_url
+from aggregator.database import parse_database_url
+from aggregator.store import Store
 from tests.aggregator.story import tell
 
 DOC = Path(__file__).parents[2] / "docs/sql-cookbook.md"

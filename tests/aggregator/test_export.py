@@ -21,11 +21,12 @@ from sqlalchemy import text
 
 from aggregator.api import Api
 from aggregator.bulk import SAMPLE_COLUMNS
+from aggregator.database import Reading
 from aggregator.export import CARDS_AT_ONCE, COLUMNS, ROWS_AT_ONCE, Samples, export_chunks
 from aggregator.hot import move_step
 from aggregator.parameters import Export, rfc3339
 from aggregator.rows import Cvm, Poll, Sample
-from aggregator.store import Reading, Store
+from aggregator.store import Store
 from gpuwire.access import EVERYTHING
 from gpuwire.device import GpuDevice
 from tests.aggregator.fleets import HOSTS, SERVER, T0, UUIDS, H, M, all_samples, fill, serving

@@ -16,9 +16,10 @@ from typing import Any
 import pytest
 from sqlalchemy import Engine, create_engine, text
 
+from aggregator.database import parse_database_url
 from aggregator.hot import STEP_ROWS, hot_rows, move_step
 from aggregator.rows import Cvm, Poll
-from aggregator.store import Store, parse_database_url
+from aggregator.store import Store
 from tests.aggregator.test_store import DEVICE, T0, TRAINER, S, ask, poll, polls_of, random_history, sample
 
 VIEWS = ("v_gpu_samples", "v_gpu_latest", "v_gpu_tenancy", "v_cvm_state")

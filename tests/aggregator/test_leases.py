@@ -285,7 +285,7 @@ def test_client_that_stops_amid_its_batch_holds_up_its_successor_for_seconds(pos
 import time
 from sqlalchemy import create_engine, text
 from aggregator.bulk import bulk_of
-from aggregator.store import parse_database_url
+from aggregator.database import parse_database_url
 with create_engine(parse_database_url({postgres_url!r})).begin() as connection:
     bulk_of(connection).begin()
     connection.execute(text("UPDATE cvm SET vm_name = 'held'"))

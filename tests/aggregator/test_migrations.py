@@ -14,7 +14,8 @@ from sqlalchemy import Connection, Engine, create_engine, inspect, text
 
 from aggregator.catalogue import differences
 from aggregator.check import problems
-from aggregator.store import MIGRATIONS, Store, parse_database_url
+from aggregator.database import parse_database_url
+from aggregator.store import MIGRATIONS, Store
 from aggregator.tables import UTILIZATION_BINS, metadata, sqlite_metadata
 from aggregator.views import view_queries
 from gpuwire.device import GAUGES

@@ -13,9 +13,10 @@ import pytest
 from sqlalchemy import Connection, Engine, create_engine, text
 from sqlalchemy.exc import DBAPIError, OperationalError
 
+from aggregator.database import parse_database_url
 from aggregator.errors import DatabaseAway
 from aggregator.partitions import Partition, drop_before, make_ahead, partition_of, partitions
-from aggregator.store import Store, parse_database_url
+from aggregator.store import Store
 from aggregator.tables import gpu_1h, gpu_5m, gpu_sample
 from tests.aggregator.test_store import DEVICE, S, poll, sample
 from tests.postgres import PostgresServer, until_waiting

@@ -14,6 +14,7 @@ import pytest
 from sqlalchemy import Connection, Engine, create_engine, text
 
 from aggregator.bulk import SAMPLE_COLUMNS
+from aggregator.database import parse_database_url
 from aggregator.hot import move_step
 from aggregator.retention import retention_step
 from aggregator.rollup import (
@@ -28,7 +29,7 @@ from aggregator.rollup import (
     fold_sql,
     read_progress,
 )
-from aggregator.store import Store, parse_database_url
+from aggregator.store import Store
 from aggregator.tables import UTILIZATION_BINS, UTILIZATION_BOUNDS, gpu_5m
 from gpuwire.device import GAUGES
 

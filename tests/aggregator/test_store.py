@@ -19,9 +19,10 @@ import pytest
 from sqlalchemy import Engine, create_engine, make_url, text
 
 from aggregator.bulk import ROLLUP_LOCK
+from aggregator.database import parse_database_url
 from aggregator.errors import DatabaseAway, Unstorable
 from aggregator.rows import Cvm, Poll, Sample
-from aggregator.store import Store, parse_database_url
+from aggregator.store import Store
 from gpuwire.bdf import Bdf
 from gpuwire.device import GpuDevice
 from gpuwire.errors import StartError

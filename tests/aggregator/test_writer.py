@@ -18,10 +18,11 @@ import psycopg
 import pytest
 from sqlalchemy import create_engine, make_url, text
 
+from aggregator.database import parse_database_url
 from aggregator.errors import DatabaseAway
 from aggregator.rows import Cvm, Poll, Sample
 from aggregator.spool import Spool
-from aggregator.store import Store, parse_database_url
+from aggregator.store import Store
 from aggregator.writer import Writer
 from gpuwire.bdf import Bdf
 from gpuwire.device import GpuDevice

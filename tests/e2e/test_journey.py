@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 from sqlalchemy import NullPool, create_engine, text
 
-from aggregator.store import parse_database_url
+from aggregator.database import parse_database_url
 from tests.fakes.nvml import build_fake_nvml, fake_nvml_environment
 from tests.fakes.sysfs import write_sysfs
 from tests.processes import free_port, run_program, running

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from sqlalchemy import NullPool, create_engine, text
 
+from aggregator.database import parse_database_url
 from aggregator.leases import LEASE_S, RENEW_S
-from aggregator.store import parse_database_url
 from tests.processes import running
 from tests.soak.fleet import LOST_WITHIN_MS, Fleet, simulated_fleet, until
 from tests.soak.vmm import CARDS, CVMS, VMMS

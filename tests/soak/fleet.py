@@ -16,7 +16,7 @@ from socket import AF_UNIX, socket
 
 from sqlalchemy import create_engine, text
 
-from aggregator.store import parse_database_url
+from aggregator.database import parse_database_url
 from bench.processes import module, serving
 from tests.processes import running
 from tests.soak.vmm import CARDS, CVMS, VMMS
